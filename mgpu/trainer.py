@@ -832,7 +832,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         """
         batch_size = self._whole_batch("update", batch_size,
                                        **self._sums_held())
-        self.summed("update")
+        self._summed = self.summed("update")
         self._whole(partial(self._update, batch_size))
 
     def _sums_held(self) -> dict[str, Any]:

@@ -335,7 +335,7 @@ def test_settings_of_mgpu(default, patch, name, value, words, level):
 
 if "mxnet" in BACKENDS:
     @pytest.mark.parametrize("name, value, words, level", [
-        ("MXNET_CPU_TEMP_COPY", "4", "mgpu's own choice, 32", "warning"),
+        ("MXNET_CPU_TEMP_COPY", "4", "mgpu's own choice, 96", "warning"),
         ("MXNET_EXEC_BULK_EXEC_TRAIN", "1", "own choice, 0", "warning"),
         ("MXNET_ENGINE_TYPE", "NaiveEngine", "tested without", "warning"),
         ("MXNET_OMP_MAX_THREADS", "4", "loaded MXNet with 1 instead",

@@ -400,7 +400,7 @@ def _pass(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
         backward(scaled)
         replicas.end_pass()
     losses: list[Any] = [None] * len(devices)
-    if not values.shape or _is_number(values, sum(sizes)):
+    if _is_number(values, sum(sizes)):
         losses[0] = values
         return losses, 1
     with replicas.backend.scope(recording=False):
@@ -417,7 +417,8 @@ def _by_example(losses: list[Any], batches: Sequence[tuple[Any, Any]],
     found = list(losses)
     for n, (X, _) in enumerate(batches):
         rows, x = rows_of(X) or 0, losses[n * k]
-        if x is not None and _is_number(x, rows):
+        if x is not None and _is_number(x, rows) \
+                and not any(y is not None for y in losses[n * k + 1:][:k - 1]):
             with replicas.backend.scope(recording=False):
                 found[n * k] = ops.concat([x.reshape((1,))] * rows)
     return found

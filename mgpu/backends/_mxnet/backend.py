@@ -15,6 +15,7 @@ from mgpu import environment
 from mgpu.arguments import integer
 from mgpu.backends import base, messages
 from mgpu.backends._mxnet import strict
+from mgpu.backends._mxnet.block_tree import is_recorded
 from mgpu.backends._mxnet.data_parallel import Arrays, DataParallel
 from mgpu.backends._mxnet.framework import (findings, mx,
                                            native_context, one_thread)
@@ -162,15 +163,6 @@ class _Through(mx.autograd.Function):
         found = self._back(self._backend.to_numpy(gradient))
         return self._backend.put(found, gradient), mx.nd.zeros(
             1, gradient.ctx)
-
-
-def _is_recorded(x: Any) -> bool:
-    """Whether a gradient may reach `x`."""
-    try:
-        autograd.get_symbol(x)
-    except mx.MXNetError:
-        return False
-    return True
 
 
 class MXNetBackend(base.Backend):
@@ -351,7 +343,7 @@ class MXNetBackend(base.Backend):
 
     def through(self, x, forth, back, after=None):
         result = self.put(forth(self.to_numpy(x)), x)
-        if not autograd.is_recording() or not _is_recorded(x):
+        if not autograd.is_recording() or not is_recorded(x):
             return result, None
         turn = mx.nd.zeros(1, x.ctx)
         autograd.mark_variables([turn], [self._turns.setdefault(

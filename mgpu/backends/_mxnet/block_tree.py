@@ -5,6 +5,8 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from mgpu.backends import containers
 from mgpu.backends._mxnet.framework import mx
 
@@ -21,6 +23,20 @@ _ATOMS = (type(None), bool, int, float, str, bytes, type)
 
 def is_array(x: Any) -> bool:
     return isinstance(x, NDArray)
+
+
+def is_recorded(x: Any) -> bool:
+    """Whether a gradient may reach `x`."""
+    try:
+        autograd.get_symbol(x)
+    except mx.MXNetError:
+        return False
+    return True
+
+
+def on_context(x: Any, context: Any) -> Any:
+    """`x`, or a recorded copy of it on another context."""
+    return x if x.ctx == context else x.copyto(context)
 
 
 class BlockTree:
@@ -74,7 +90,9 @@ class BlockTree:
     def _copy(self, x: Any) -> None:
         memo, found = self._memo, containers.parts(x)
         if is_array(x):
-            memo[id(x)] = x.as_in_context(self.context)
+            memo[id(x)] = on_context(x, self.context)
+        elif isinstance(x, (np.ndarray, bytearray)):
+            memo[id(x)] = x.copy()
         elif isinstance(x, gluon.Parameter):
             memo[id(x)] = new = copy.copy(x)
             self.parameters.append((x, new))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mgpu.backends._mxnet.block_tree import on_context
 from mgpu.backends._mxnet.copies import ContextCopies
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends.wrapper import Wrapper, delegate
@@ -32,23 +33,23 @@ class Arrays:
         if isinstance(x, np.ndarray):
             return x.take(range(start, stop), axis)
         if not cls._is_recorded(x):
-            return x[(slice(None),) * axis + (slice(start, stop),)
-                     ].as_in_context(device)
+            return on_context(
+                x[(slice(None),) * axis + (slice(start, stop),)], device)
         part = mx.nd.gather_nd(_axis_first(x.as_nd_ndarray(), axis),
-                               _indices(start, stop, x.context))
-        return _like(_axis_first(part, axis), x).as_in_context(device)
+                               _indices(start, stop, x.ctx))
+        return on_context(_like(_axis_first(part, axis), x), device)
 
     @staticmethod
     def device(x: Any) -> Any:
-        return None if isinstance(x, np.ndarray) else x.context
+        return None if isinstance(x, np.ndarray) else x.ctx
 
     @staticmethod
     def to(x: Any, device: Any) -> Any:
-        return x if isinstance(x, np.ndarray) else x.as_in_context(device)
+        return x if isinstance(x, np.ndarray) else on_context(x, device)
 
     @classmethod
     def concat(cls, arrays: Sequence[Any], axis: int, device: Any) -> Any:
-        arrays = [x.as_in_context(device) for x in arrays]
+        arrays = [on_context(x, device) for x in arrays]
         if not cls._is_recorded(arrays[0]):
             return mx.np.concatenate(arrays, axis=axis) if isinstance(
                 arrays[0], mx.np.ndarray) else mx.nd.concat(

@@ -33,10 +33,10 @@ class MXNetNetwork(NetworkLayers):
     def __init__(self, backend: Any, net: Any):
         super().__init__(backend, net)
         self._devices: list[Any] = []       # of `place`
-        self._deferred: list[Any] = []      # where Gluon has made the arrays
         self._options = base.Options()
         self._copies = ContextCopies(net, [])
         self._requests: list[str] = []      # in the last pass
+        self._deferred = False      # a call of Gluon's makes the arrays
         self._statistics = DeviceStatistics([], [])
         blocks = [block for _, block in named_blocks(net)]
         self._named = named_parameters(net)
@@ -132,8 +132,9 @@ class MXNetNetwork(NetworkLayers):
         for _, p, _ in self.entries:
             value = value_of(p)
             if value is not None and contexts == p.list_ctx() \
-                    and is_np(value) == mx.util.is_np_array() \
-                    and (p.grad_req == "null" or value.grad is not None):
+                    and is_np(value) == mx.util.is_np_array():
+                if p.grad_req != "null" and value.grad is None:
+                    p._init_grad()      # copy.deepcopy leaves it out
                 continue
             if value is not None:       # maybe of the other family
                 value = value.as_np_ndarray() if mx.util.is_np_array() \
@@ -159,7 +160,6 @@ class MXNetNetwork(NetworkLayers):
             raise
 
     def infer_shapes(self, inputs, device) -> None:
-        self._deferred = []
         inputs = self.in_order(*base.apart(inputs))
         context = self.backend.handle(device)
         view = view_of(self.net)
@@ -301,7 +301,7 @@ class MXNetNetwork(NetworkLayers):
             for number, draw in draws.items():
                 self.entries[number][1].initialize(
                     _Drawn(draw), contexts, force_reinit=True)
-        self._deferred = contexts
+        self._deferred = True
         return True
 
     def check(self, dtype, devices) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from mgpu.backends import containers
 from mgpu.backends._mxnet.block_tree import (Place, blocks_of, is_array,
+                                             is_recorded, on_context,
                                              state_of)
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends.containers import Batch
@@ -53,20 +54,29 @@ class DeviceStates:
         for place, state in list(self._states.items()):
             now = vars(state.block).get(place[1])
             values, known = state.values, state.bounds
+            is_same = _is_same(now, state.shown, state.seen)
             fits = known is None or known[-1][1] == bounds[-1][1]
-            same = fits and _is_same(now, state.shown, state.seen)
-            if not same or known is not None and (
-                    known != bounds or list(values) != list(active)):
-                # The user's, or of another batch size: for all devices, as
-                # it is; a new value of the same form is split again.
+            if not is_same:     # the user's
                 del self._states[place]
-                if not fits or known is None \
-                        or _shapes(now) != _shapes(state.shown):
+            if not fits:        # of another batch size: as it is
+                continue
+            if not is_same or known is not None and (
+                    known != bounds or list(values) != list(active)):
+                # A value of the same form is split again; others go to all
+                # devices as they are.
+                if known is None or _shapes(now) != _shapes(state.shown):
                     continue
                 like = next(iter(values.values()))
                 values = {i: batch.split_like(
                     now, values.get(i, like), start, stop, self._contexts[i])
                     for i, (start, stop) in zip(active, bounds, strict=True)}
+                self._states[place] = _State(
+                    state.block, now, _content(now), values, bounds)
+            elif not any(map(is_recorded, containers.arrays_in(
+                    now, is_array))):       # the user may have cut it off
+                values = {i: containers.replace(
+                    x, is_array, lambda a: a.detach() if is_recorded(a)
+                    else a) for i, x in values.items()}
             for i in found.keys() & values.keys():
                 found[i][place] = values[i]
         return found
@@ -87,8 +97,8 @@ class DeviceStates:
         Raises
         ------
         ValueError
-            Values that differ between devices and have no entry for each
-            example, while recording.
+            Values with a gradient that differ between devices and have no
+            entry for each example.
         """
         first = next(iter(views))
         blocks = {id(block): block for block in blocks_of(self._net)}
@@ -99,7 +109,13 @@ class DeviceStates:
             values = {i: view.get(place[0], {}).get(name)
                       for i, view in views.items()}
             is_set = x is not before.get(place, values)
-            if not (is_set or is_array(x) or containers.parts(x)):
+            state = self._states.get(place)
+            if state is not None and state.bounds is not None and not is_set:
+                if x is state.shown or state.bounds != list(batch.bounds):
+                    continue    # of another batch size
+                is_set = True   # perhaps in place
+            if not (is_set or is_array(x) or containers.parts(x)
+                    or first and isinstance(x, np.ndarray)):
                 continue
             shown, bounds = self._on_first(x), None
             if first and not is_set and _is_equal(
@@ -109,9 +125,6 @@ class DeviceStates:
                     and containers.arrays_in(x, is_array) \
                     and self._is_joined(values, place, block, batch):
                 shown, bounds = vars(block)[name], list(batch.bounds)
-            elif bounds is None and place in self._states \
-                    and self._states[place].bounds is None:
-                values = {**self._states[place].values, **values}
             block.__dict__[name] = shown
             self._states[place] = _State(block, shown, _content(shown),
                                          values, bounds)
@@ -126,10 +139,11 @@ class DeviceStates:
                                                   place)
             return True
         except ValueError as error:
-            with autograd.pause():
-                contents = list(map(_content, values.values()))
-            if all(_is_equal(x, contents[0]) for x in contents) \
-                    or not autograd.is_recording():
+            if not any(is_recorded(x) for x in containers.arrays_in(
+                    list(values.values()), is_array)):
+                return False
+            contents = list(map(_content, values.values()))
+            if all(_is_equal(x, contents[0]) for x in contents):
                 return False
             raise ValueError(
                 f"forward has set {name}, which differs between devices and "
@@ -137,8 +151,8 @@ class DeviceStates:
             ) from error
 
     def _on_first(self, x: Any) -> Any:
-        return containers.replace(x, is_array, lambda a: a.as_in_context(
-            self._contexts[0]))
+        return containers.replace(x, is_array, lambda a: on_context(
+            a, self._contexts[0]))
 
 
 def set_states(net: Any, states: Mapping[Place, Any]) -> None:
@@ -152,6 +166,8 @@ def _content(x: Any) -> Any:
     """What `_is_same` compares with: of arrays the values."""
     if is_array(x):
         return x.asnumpy()
+    if isinstance(x, np.ndarray):
+        return x.copy()
     found = containers.parts(x)
     return x if found is None else list(map(_content, found[1]))
 

@@ -129,6 +129,7 @@ class DeviceCopies:
                  run: Runner, meaning: Meaning | None = None) -> None:
         self.net, self.devices = plain_network(net), list(devices)
         self._run, self._meaning = run, meaning or Meaning()
+        self._number: int | None = None     # of the device of a `probe`
         self._lock = threading.RLock()
         self._arrays: list[dict[int, _Held]] = [{} for _ in devices]
         #: running statistics that are a device's own
@@ -179,13 +180,14 @@ class DeviceCopies:
         spare = DeviceCopies(self.net, [self.devices[0],
                                         self.devices[device]], self._run,
                              meaning=self._meaning)
+        spare._number = device
         with self._lock, torch.random.fork_rng(), torch.no_grad(), \
                 self._meaning.probing(device):
             spare._attributes[1] = {
                 key: one._replace(value=_clone(one.value,
                                                self.devices[device], {}))
                 for key, one in self._attributes[device].items()}
-            made = spare._copy(1, Tree(self.net), Sources(), None, device)
+            made = spare._copy(1, Tree(self.net), Sources(), None)
             args, kwargs = call
             try:
                 output = self._meaning.call(device, made.net, args, kwargs)
@@ -236,7 +238,8 @@ class DeviceCopies:
             with torch.autograd._unsafe_preserve_version_counter(
                     tuple(same[0])):
                 torch._foreach_copy_(*same, non_blocking=True)
-        self._meaning.allocated(i, made)
+        self._meaning.allocated(
+            i if self._number is None else self._number, made)
         self._arrays[i] = {**old, **new} if some else new
         return {key: held.value for key, held in new.items()}
 
@@ -278,10 +281,8 @@ class DeviceCopies:
                                       if key not in own]), **own}
 
     def _copy(self, i: int, tree: Tree, sources: Sources,
-              batch: Batch | None, device: int | None = None,
-              plain: bool = False) -> _Copy:
-        """`device`: whose copy it is, where that is not number i. `plain`:
-        its arrays are the network's own."""
+              batch: Batch | None, plain: bool = False) -> _Copy:
+        """`plain`: its arrays are the network's own."""
         memo: dict[int, Any] = dict(tree.arrays) if plain else {}
         leaves, originals = {}, {}
         for key, value in () if plain else self._values(i, tree).items():
@@ -331,7 +332,7 @@ class DeviceCopies:
                     _entered, sources, leaves, memo))
                 own[name] = redirect(x, memo)
             object.__setattr__(modules[id(module)], "__dict__", own)
-        self._meaning.dress(i if device is None else device,
+        self._meaning.dress(i if self._number is None else self._number,
                             modules[id(self.net)])
         for module in tree.modules:
             own = vars(modules[id(module)])

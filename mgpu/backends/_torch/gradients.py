@@ -1,6 +1,5 @@
 """Gradients of leaves: whether a backward pass overwrites them or adds to
 them, and which of them a step has used."""
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +20,18 @@ class _State:
     ----------
     request : str
         Its grad_req, where it requires a gradient.
-    used : (weak reference to a gradient, its version) or None
-        What a step has used.
+    fresh : bool
+        Whether a backward pass has written the gradient since `mark_used`.
+    hook : object
+        The handle of the hook that tells so; None where there is none.
     """
 
     request: str = "write"
-    used: tuple[Any, int] | None = None
+    fresh: bool = False
+    hook: Any = None
+
+    def written(self, _: Any) -> None:
+        self.fresh = True
 
 
 class Gradients:
@@ -40,6 +45,8 @@ class Gradients:
         if found is None:
             found = _State()
             self._states.put(id(x), torch._C._WeakTensorRef(x), found)
+        if found.hook is None and x.requires_grad and x.is_leaf:
+            found.hook = x.register_post_accumulate_grad_hook(found.written)
         return found
 
     def attach_grad(self, x: Any, grad_req: str = "write") -> None:
@@ -51,7 +58,7 @@ class Gradients:
         x.grad = None
         x.requires_grad_(grad_req != "null")
         state = self._state(x)
-        state.used = None
+        state.fresh = False
         if grad_req != "null":
             state.request = grad_req
 
@@ -72,15 +79,13 @@ class Gradients:
         return x.grad
 
     def is_fresh(self, x: Any) -> bool:
-        gradient, known = x.grad, self._states.get(id(x))
-        if gradient is None or known is None or known.used is None:
-            return gradient is not None
-        used, version = known.used
-        return used() is not gradient or gradient._version != version
+        known = self._states.get(id(x))
+        # Not known: it was frozen, or another one, when mgpu last looked.
+        return x.grad is not None if known is None or known.hook is None \
+            else known.fresh
 
     def mark_used(self, x: Any) -> None:
-        self._state(x).used = None if x.grad is None else (
-            weakref.ref(x.grad), x.grad._version)
+        self._state(x).fresh = False
 
     def has_gradient(self, x: Any) -> bool:
         return x.grad is not None
