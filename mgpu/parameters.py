@@ -230,7 +230,7 @@ class Parameter(Hints):
                              f"{self.shape}; received {shape}. Reshape the "
                              "value.")
         with self._replicas.backend.scope(recording=False):
-            self.write(value)
+            self.write(value if hasattr(value, "shape") else np.array(value))
 
     def write(self, value: Any) -> None:
         """Write `value`, of this shape or, for a buffer, with one more axis
@@ -238,12 +238,13 @@ class Parameter(Hints):
         backend, network = self._replicas.backend, self._replicas.network
         x = network.array(self.number)
         if len(value.shape) > len(x.shape):
-            values = [backend.put(one, device) for one, device in zip(
-                value, self._replicas.devices, strict=True)]
             if self.kind in STATISTICS:
-                network.write_statistics(self.number, values)
+                network.write_statistics(self.number, [
+                    backend.put(one, device, dtype=self.dtype)
+                    for one, device in zip(value, self._replicas.devices,
+                                           strict=True)])
                 return
-            value = values[0]
+            value = value[0]
         x[...] = backend.put(value, x)
         network.written(self.number)
 

@@ -692,7 +692,6 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         above 0. `held`: parameters that earlier parts of the batch have
         reached."""
         replicas, backend = self.replicas, self.replicas.backend
-        self._summed = None
         parameters = self._trained()
         with replicas.span.world.guard():
             if self._given is not None:
@@ -712,6 +711,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             check_batch_size(whole)
         self._check_reached(parameters, reached, ignore_stale_grad)
         used = sorted(reached - taken)
+        self._summed = None
         if replicas.span.wide:
             # Where this fails, the other processes are in the middle of it.
             with replicas.span.world.together():
@@ -747,6 +747,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                 errors.append(error)
         if not errors:
             return
+        self._summed = None
         for p in parameters:
             backend.mark_used(p.data())
         error = errors[0]

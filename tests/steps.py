@@ -107,12 +107,13 @@ def check_as_on_one_device(engine, devices, go, make=sgd):
 # -- passes of the framework's own --------------------------------------------
 
 def train_natively(replicas, X, y):
-    """Passes as in Gluon's own loop, ``net(x)`` for each shard."""
+    """Passes of the framework's own: the network itself, on its device, and
+    ``loss.backward()``."""
+    X, y = (mgpu.put(a, replicas.devices[0]) for a in (X, y))
     with mgpu.record():
-        losses = [LOSS(replicas.net(x), label) for x, label in zip(
-            *mgpu.split_batch(X, y, replicas.devices)) if len(x)]
-    for one in losses:
-        (one.sum() if hasattr(one, "grad_fn") else one).backward()
+        losses = LOSS(replicas.net(X), y)
+        losses = losses.sum() if hasattr(losses, "grad_fn") else losses
+    losses.backward()
 
 
 def trained_by_gluon(make, between=lambda i: None, steps=None):

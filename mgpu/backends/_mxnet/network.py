@@ -35,6 +35,8 @@ class MXNetNetwork(NetworkLayers):
         self._devices: list[Any] = []       # of `place`
         self._options = base.Options()
         self._copies = ContextCopies(net, [])
+        self._requests: list[str] = []      # in the last pass
+        self._deferred = False      # a call of Gluon's makes the arrays
         self._statistics = DeviceStatistics([], [])
         blocks = [block for _, block in named_blocks(net)]
         self._named = named_parameters(net)
@@ -299,6 +301,7 @@ class MXNetNetwork(NetworkLayers):
             for number, draw in draws.items():
                 self.entries[number][1].initialize(
                     _Drawn(draw), contexts, force_reinit=True)
+        self._deferred = True
         return True
 
     def check(self, dtype, devices) -> None:
@@ -325,7 +328,7 @@ class MXNetNetwork(NetworkLayers):
         self._contexts = [self.backend.handle(d) for d in devices]
         self._allocate(self._contexts[:1])
         self._mend_frozen()
-        for _, p, _ in self.entries:
+        for _, p, _ in () if self._deferred else self.entries:
             for x in all_stored(p):
                 if x.grad is not None:
                     self.backend.mark_used(x)
@@ -376,6 +379,10 @@ class MXNetNetwork(NetworkLayers):
 
     def run(self, calls: Mapping[int, Call], batch: Batch) -> dict[int, Any]:
         self._check_layers()
+        requests = [p.grad_req for _, p, _ in self.entries]
+        if requests != self._requests:
+            self._requests = requests
+            self._mend_frozen()
         inputs = {i: self._inputs(call) for i, call in calls.items()}
         for i, (own, _) in inputs.items():
             self.backend.check_inputs(own, self._devices[i])
