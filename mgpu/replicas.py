@@ -36,8 +36,8 @@ from mgpu.distributed.strategy import over_processes, share_values
 from mgpu.errors import ReplicaMismatchError
 from mgpu.files import FilePath
 from mgpu.inputs import inputs_for
-from mgpu.nested import (NoRows, OnDevices, as_inputs, is_empty, leaves,
-                         map_leaves, shards_of)
+from mgpu.nested import (NoRows, OnDevices, as_inputs, examples_of,
+                         is_empty, leaves, map_leaves, shards_of)
 from mgpu.parameters import BUFFERS, STATISTICS, Parameter, get_params
 from mgpu.prediction import predict
 
@@ -708,10 +708,12 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             outputs, _ = self._pass(inputs)
             return [outputs.get(i) for i in range(len(self))]
 
-    def joined(self, shards: Sequence[Any]) -> tuple[Any, list[int]]:
+    def joined(self, shards: Sequence[Any], labels: Sequence[Any] = ()
+               ) -> tuple[Any, list[int]]:
         """``replicas(shards)``, joined on the first device: arrays with an
         entry for each example, in the order of the devices; and the number
-        of examples on each device that has some.
+        of examples on each device that has some. `labels`: those of each
+        device, which may tell that a list has an entry for each example.
 
         Raises
         ------
@@ -719,7 +721,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             An output without an axis for the examples.
         """
         with self.owned(), self._mode():
-            outputs, joining = self._pass((shards,))
+            outputs, joining = self._pass((shards,), labels)
             found = list(outputs.values())
             return (found[0] if len(found) == 1 and 0 in outputs
                     else joining.output(found)), joining.sizes
@@ -738,11 +740,11 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         return [base.Kwargs(zip(named, row, strict=True))
                 for row in zip(*named.values(), strict=True)]
 
-    def _pass(self, inputs: tuple[Sequence[Any], ...]
-              ) -> tuple[dict[int, Any], Joining]:
+    def _pass(self, inputs: tuple[Sequence[Any], ...],
+              labels: Sequence[Any] = ()) -> tuple[dict[int, Any], Joining]:
         rows = self._prepared(inputs)
         calls = {i: base.apart(row) for i, row in rows.items()}
-        joining = self._joining(calls)
+        joining = self._joining(calls, labels)
         run = partial(self.network.run, calls, joining.batch())
         outputs: dict[int, Any] = {}
         with _explained(list(rows.values())), probes.stage(
@@ -756,9 +758,14 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                 outputs = run()
         return outputs, joining
 
-    def _joining(self, calls: Mapping[int, Call]) -> Joining:
+    def _joining(self, calls: Mapping[int, Call],
+                 labels: Sequence[Any] = ()) -> Joining:
         """How what the devices give is joined."""
-        sizes = [self._split.size(*call) or 1 for call in calls.values()]
+        sizes = [
+            len(args[0]) if labels and args and isinstance(args[0], list)
+            and len(args[0]) in examples_of(labels[i])
+            else self._split.size(args, kwargs) or 1
+            for i, (args, kwargs) in calls.items()]
         ends = list(accumulate(sizes))
         last = next(reversed(calls))
 

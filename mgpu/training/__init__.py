@@ -387,7 +387,7 @@ def _pass(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
     busy = [i for i, shard in enumerate(X_shards)
             if not is_empty(as_inputs(shard))]
     with record(), replicas.autocast():
-        output, sizes = replicas.joined(X_shards)
+        output, sizes = replicas.joined(X_shards, y_shards)
         with replicas.backend.scope(recording=False):
             y = join_shards([y_shards[i] for i in busy], sizes, devices[0])
         with stage("compute", "loss", devices, lambda: [values], [0]):
