@@ -36,12 +36,16 @@ class _State:
 
     def written(self, x: torch.Tensor) -> None:
         """torch has reached the leaf `x`, perhaps without a gradient."""
-        if x.grad is None:
-            return
-        last, self._last = self._last, (weakref.ref(x.grad), x.grad._version)
-        if last is None or last[0]() is not x.grad \
-                or last[1] != x.grad._version:
-            self.fresh = True
+        last = self._last
+        if x.grad is not None and (
+                last is None or last[0]() is not x.grad
+                or last[1] != x.grad._version):
+            self.note(x, True)
+
+    def note(self, x: torch.Tensor, fresh: bool) -> None:
+        self.fresh = fresh
+        self._last = None if x.grad is None else (
+            weakref.ref(x.grad), x.grad._version)
 
 
 class Gradients:
@@ -95,7 +99,7 @@ class Gradients:
             else known.fresh
 
     def mark_used(self, x: Any) -> None:
-        self._state(x).fresh = False
+        self._state(x).note(x, False)
 
     def has_gradient(self, x: Any) -> bool:
         return x.grad is not None
