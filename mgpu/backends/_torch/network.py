@@ -398,6 +398,14 @@ class TorchNetwork(base.Network):
                 for path, m in self.net.named_modules() if _has_extra(m)]
 
     def extra_states(self) -> dict[str, Any]:
+        known = {*super().state(), *self.extra_names()}
+        late = [name for name in self.net.state_dict() if name not in known]
+        if late:
+            raise ValueError(
+                "a checkpoint holds the buffers that are there at "
+                f"mgpu.initialize; received {late}, which passes have made. "
+                "Make them tensors in __init__, or persistent=False where "
+                "each pass makes them anew.")
         one_way = [path for path, m in self.net.named_modules()
                    if _has_extra(m) and type(m).set_extra_state
                    is nn.Module.set_extra_state]
