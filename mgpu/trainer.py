@@ -1,11 +1,10 @@
 """One optimiser step on all devices."""
-import contextlib
 import json
 import math
 import operator
 import os
 import zlib
-from collections.abc import (Callable, Collection, Iterator, Mapping,
+from collections.abc import (Callable, Collection, Mapping,
                              Sequence)
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -920,7 +919,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             _check_number(f"wd_mult of {name!r}", wd_mult)
             rule.check_rate(its * lr_mult)
             work.append(Update(
-                name, weight, backend.grad(weight), its * lr_mult, rule.wd * wd_mult,
+                name, weight, backend.grad(weight), its * lr_mult,
+                rule.wd * wd_mult,
                 self._counts.get(name, 0) + 1))
         return work
 
