@@ -36,8 +36,8 @@ from mgpu.distributed.strategy import over_processes, share_values
 from mgpu.errors import ReplicaMismatchError
 from mgpu.files import FilePath
 from mgpu.inputs import inputs_for
-from mgpu.nested import (NoRows, OnDevices, as_inputs, is_empty, leaves,
-                         map_leaves, shards_of)
+from mgpu.nested import (NoRows, OnDevices, as_inputs, examples_of,
+                         is_empty, leaves, map_leaves, shards_of)
 from mgpu.parameters import BUFFERS, STATISTICS, Parameter, get_params
 from mgpu.prediction import predict
 
@@ -163,11 +163,13 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         #: over processes: parameters whose gradients hold the sum of all
         #: ranks, to which the next backward pass adds
         self.carried: list[Parameter] = []
-        #: since the last step: passes that train, and passes without
-        #: examples on this rank
-        self._passes = self._missed = 0
-        #: by rank, whether its buffers are those of all passes of the step
-        self.moved_by_rank: list[bool] | None = None
+        self._kept: dict[str, int] = {}
+        #: since the last step: the devices whose passes have trained, and
+        #: whether this rank had no examples of a batch
+        self._trained: list[int] = []
+        self._missed = False
+        #: `moved` of each rank, in a step
+        self.moved_by_rank: list[list[int]] | None = None
         # whether other processes, without rows, take part in this pass
         self._served = False
 
@@ -688,7 +690,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                     f"{self.devices[i]} received none. Leave it out, or use "
                     "replicas(shards), which passes empty shards over.")
             self._complete(row, self.devices[i])
-            self._begin()
+            self._begin([i])
             calls = {i: base.apart(row)}
             with _explained([row]):
                 return self.network.run(
@@ -709,10 +711,12 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             outputs, _ = self._pass(inputs)
             return [outputs.get(i) for i in range(len(self))]
 
-    def joined(self, shards: Sequence[Any]) -> tuple[Any, list[int]]:
+    def joined(self, shards: Sequence[Any], labels: Sequence[Any] = ()
+               ) -> tuple[Any, list[int]]:
         """``replicas(shards)``, joined on the first device: arrays with an
         entry for each example, in the order of the devices; and the number
-        of examples on each device that has some.
+        of examples on each device that has some. `labels`: those of each
+        device, which may tell that a list has an entry for each example.
 
         Raises
         ------
@@ -720,7 +724,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             An output without an axis for the examples.
         """
         with self.owned(), self._mode():
-            outputs, joining = self._pass((shards,))
+            outputs, joining = self._pass((shards,), labels)
             found = list(outputs.values())
             return (found[0] if len(found) == 1 and 0 in outputs
                     else joining.output(found)), joining.sizes
@@ -739,11 +743,11 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         return [base.Kwargs(zip(named, row, strict=True))
                 for row in zip(*named.values(), strict=True)]
 
-    def _pass(self, inputs: tuple[Sequence[Any], ...]
-              ) -> tuple[dict[int, Any], Joining]:
+    def _pass(self, inputs: tuple[Sequence[Any], ...],
+              labels: Sequence[Any] = ()) -> tuple[dict[int, Any], Joining]:
         rows = self._prepared(inputs)
         calls = {i: base.apart(row) for i, row in rows.items()}
-        joining = self._joining(calls)
+        joining = self._joining(calls, labels)
         run = partial(self.network.run, calls, joining.batch())
         outputs: dict[int, Any] = {}
         with _explained(list(rows.values())), probes.stage(
@@ -757,9 +761,14 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                 outputs = run()
         return outputs, joining
 
-    def _joining(self, calls: Mapping[int, Call]) -> Joining:
+    def _joining(self, calls: Mapping[int, Call],
+                 labels: Sequence[Any] = ()) -> Joining:
         """How what the devices give is joined."""
-        sizes = [self._split.size(*call) or 1 for call in calls.values()]
+        sizes = [
+            len(args[0]) if labels and args and isinstance(args[0], list)
+            and len(args[0]) in examples_of(labels[i])
+            else self._split.size(args, kwargs) or 1
+            for i, (args, kwargs) in calls.items()]
         ends = list(accumulate(sizes))
         last = next(reversed(calls))
 
@@ -792,21 +801,30 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             self._check_native(i, row)
         first = next(iter(found))
         self._complete(found[first], self.devices[first])
-        self._begin()
+        self._begin(list(found))
         return found
 
-    def _begin(self) -> None:
-        """A pass begins."""
+    def _begin(self, active: Sequence[int]) -> None:
+        """A pass of these devices begins."""
         if not self.backend.is_recording():
             return
-        self._passes += self.backend.is_training()
-        carried, self.carried = self.carried, []
+        if self.backend.is_training():
+            self._trained += [i for i in active if i not in self._trained]
+        self._kept, carried = self.kept_sums(), self.carried
+        self.carried = []
         if carried and not self.span.world.is_main:
             with self.backend.scope(recording=False):
                 for p in carried:
                     if p.grad_req == "add" \
                             and self.backend.has_gradient(p.data()):
                         self.backend.grad(p.data())[...] = 0
+
+    def kept_sums(self) -> dict[str, int]:
+        """With several processes: by name a checksum of each sum that the
+        passes of this step have added to, as it was before them."""
+        return {p.name: zlib.crc32(np.ascontiguousarray(self.backend.to_numpy(
+            self.backend.grad(p.data()))).tobytes()) for p in self.carried
+            if p.grad_req == "add"} if self.carried else self._kept
 
     def _run_synchronised(self, active: list[int], run: Callable[[], Any]
                           ) -> Any:
@@ -866,7 +884,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                 f"rank; received none of its rows on {self.span.world!r}. "
                 "Pass sample= to mgpu.initialize, or begin with a batch that "
                 "has a row for every device.")
-        self._missed += 1
+        self._missed = True
         if self.joint and any(self._begin_pass(False)):
             self.span.world.sums.serve()
 
@@ -879,10 +897,10 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         return self.joint and self.backend.is_training()
 
     @property
-    def moved(self) -> bool:
-        """Whether the buffers of this rank are those of the passes since the
-        last step."""
-        return bool(self._passes) and not (self.joint and self._missed)
+    def moved(self) -> list[int]:
+        """The devices whose buffers are those of the passes since the last
+        step."""
+        return [] if self.joint and self._missed else self._trained
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
@@ -912,19 +930,23 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         take the buffers of the first that had some, then ``"average"``
         replaces the statistics by their means over devices."""
         ranks, self.moved_by_rank = self.moved_by_rank, None
-        self._passes = self._missed = 0
-        wide = ranks is not None
-        if ranks is not None and any(ranks) and not all(ranks):
-            share_values([[p.data()] for p in self.buffers()], self.span,
-                         ranks.index(True), 0,
-                         [] if ranks[self.span.world.rank] else [0])
-            for p in self.buffers():
+        self._trained, self._missed, self._kept = [], False, {}
+        columns = {p: p.list_data() for p in self.buffers()} \
+            if ranks is not None or self.batch_norm == "average" else {}
+        if ranks is not None and any(ranks) \
+                and sum(map(len, ranks)) < self.span.total:
+            own = self.span.world.rank
+            root = next(rank for rank, moved in enumerate(ranks) if moved)
+            share_values(list(columns.values()), self.span, root,
+                         ranks[root][0] if root == own else 0,
+                         [i for i in range(len(self)) if i not in ranks[own]])
+            for p in columns if not ranks[own] else ():
                 self.network.written(p.number)
         if self.batch_norm == "average" and self.span.total > 1:
             allreduce_many(
-                [p.list_data() for p in self.statistics()], op="mean",
-                algorithm=over_processes(strategy_of("auto"), self.span)
-                if wide else "auto")
+                [columns[p] for p in self.statistics()], op="mean",
+                algorithm="auto" if ranks is None else over_processes(
+                    strategy_of("auto"), self.span))
             for p in self.statistics():
                 self.network.written(p.number)
 

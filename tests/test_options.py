@@ -232,7 +232,7 @@ def test_autocast_reaches_layers_and_loss_and_nothing_else(name):
             return (out * out).sum(1)
         X = np.ones((4, 6), "float32")
         losses = mgpu.train_batch(X, labels(4), replicas, loss, trainer)
-        assert seen == [torch.bfloat16] * 2
+        assert set(seen) == {torch.bfloat16}
         assert all(x.dtype is torch.float32 for x in losses)
         with replicas.autocast():
             x = mgpu.put(X, mgpu.cpu(0))

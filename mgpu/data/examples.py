@@ -153,6 +153,8 @@ class BatchSplit:
         """`call` with its first example once more at the end."""
         args, kwargs = call
         size, array = self.size(args, kwargs), self._arrays
+        if args and isinstance(args[0], list):      # an entry each, perhaps
+            args = ([*args[0], args[0][0]], *args[1:])
 
         def more(axis: int, x: Any) -> Any:
             if len(x.shape) <= axis or x.shape[axis] != size:

@@ -31,7 +31,7 @@ from mgpu.errors import NonFiniteLoss
 from mgpu.evaluation import (check_place, check_scores, evaluate_accuracy_gpus,
                              shards_of)
 from mgpu.files import FilePath
-from mgpu.inputs import Choice, as_rounds, choose
+from mgpu.inputs import as_rounds, choose
 from mgpu.losses import Loss as OwnLoss
 from mgpu.losses import check_per_example, of_shards
 from mgpu.nested import (NoRows, as_inputs, as_pair, examples_of, is_empty,
@@ -387,7 +387,7 @@ def _pass(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
     busy = [i for i, shard in enumerate(X_shards)
             if not is_empty(as_inputs(shard))]
     with record(), replicas.autocast():
-        output, sizes = replicas.joined(X_shards)
+        output, sizes = replicas.joined(X_shards, y_shards)
         with replicas.backend.scope(recording=False):
             y = join_shards([y_shards[i] for i in busy], sizes, devices[0])
         with stage("compute", "loss", devices, lambda: [values], [0]):

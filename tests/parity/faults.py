@@ -251,15 +251,16 @@ def gluon_cross_entropy(output, y):
 
 
 def patch_sum(patch, engine, wrong):
-    """On one engine gradients are reduced by ``wrong(columns, right)``."""
-    right = mgpu.trainer.allreduce_many
+    """On one engine the sums of gradients go through
+    ``wrong(columns, right)``."""
+    right = mgpu.Trainer._allreduce
 
-    def reduce(columns, algorithm):
+    def reduce(self, *args, **kwargs):
+        found = right(self, *args, **kwargs)
         if mgpu.get_backend().name == engine:
-            wrong(columns, right)
-        else:
-            right(columns)
-    patch.setattr("mgpu.trainer.allreduce_many", reduce)
+            wrong([[p.grad()] for p in self._summed], lambda columns: None)
+        return found
+    patch.setattr("mgpu.trainer.Trainer._allreduce", reduce)
 
 
 def average(columns, right):

@@ -37,7 +37,7 @@ class MXNetNetwork(NetworkLayers):
         self._copies = ContextCopies(net, [])
         self._requests: list[str] = []      # in the last pass
         self._deferred = False      # a call of Gluon's makes the arrays
-        self._statistics = DeviceStatistics([], [])
+        self.statistics = DeviceStatistics([], [])
         blocks = [block for _, block in named_blocks(net)]
         self._named = named_parameters(net)
         self._held = held_parameters(blocks)
@@ -276,7 +276,7 @@ class MXNetNetwork(NetworkLayers):
 
     def values(self) -> dict[str, np.ndarray] | None:
         found = {}
-        self._statistics.settle()
+        self.statistics.settle()
         for name, parameter, _ in self.entries:
             value = value_of(parameter)
             if value is None:
@@ -336,19 +336,19 @@ class MXNetNetwork(NetworkLayers):
             # Not static_shape, which is for one shape in all passes: shards
             # have two lengths, and the last batch is shorter.
             self.net.hybridize(static_alloc=True)
-        self._statistics = DeviceStatistics(
+        self.statistics = DeviceStatistics(
             [p for _, p, kind in self.entries if kind in base.STATISTICS
              and not self._options.sync], self._contexts)
         self._copies = ContextCopies(
             self.net, self._contexts, call=self._call, run=self._run,
-            one_backward=True, statistics=self._statistics,
+            one_backward=True, statistics=self.statistics,
             buffers=[p for _, p, kind in self.entries
                      if kind in base.BUFFERS])
 
     # -- arrays ---------------------------------------------------------------
 
     def array(self, number: int) -> Any:
-        self._statistics.settle()
+        self.statistics.settle()
         _, parameter, _ = self.entries[number]
         x = value_of(parameter)
         if x is None or self._contexts and x.ctx != self._contexts[0]:
@@ -365,15 +365,15 @@ class MXNetNetwork(NetworkLayers):
         _, p, _ = self.entries[number]
         found = [self.array(number)]
         for i in range(1, len(self._contexts)):
-            own = self._statistics.own(i, p)
+            own = self.statistics.own(i, p)
             found.append(self._copies.refreshed(i, p) if own is None else own)
         return found
 
     def write_statistics(self, number: int, values: Sequence[Any]) -> None:
-        self._statistics.write(self.entries[number][1], values)
+        self.statistics.write(self.entries[number][1], values)
 
     def written(self, number: int) -> None:
-        self._statistics.written(self.entries[number][1])
+        self.statistics.written(self.entries[number][1])
 
     # -- passes ---------------------------------------------------------------
 

@@ -128,6 +128,7 @@ class NetworkLayers(base.Network):
     @contextlib.contextmanager
     def use_batch_norm(self, normalise, run) -> Iterator[None]:
         before, self.runner = self.runner, run
+        self.statistics.joint = True
         try:
             with self.batch_norms.computed_by(normalise, self._index):
                 yield

@@ -64,12 +64,17 @@ class DeviceStatistics:
                  ) -> None:
         self.parameters = list(parameters)
         self._contexts = list(contexts)
+        #: statistics are joint: all devices follow the network
+        self.joint = False
         self._own: list[dict[int, _Own]] = [{} for _ in contexts]
         #: by id: the device whose values the network takes
         self._sources: dict[int, int] = {}
 
     def own(self, i: int, p: Any) -> Any:
         """Device `i`'s own array; None: it follows the network."""
+        return None if self.joint else self._valid(i, p)
+
+    def _valid(self, i: int, p: Any) -> Any:
         one, arrays = self._own[i].get(id(p)), vars(p)["_data"]
         return one.values if one is not None and arrays \
             and one.source is arrays[0] and one.sets == sets_of(p) else None
@@ -113,7 +118,7 @@ class DeviceStatistics:
         with autograd.pause():
             for p in self.parameters if self._sources else ():
                 i = self._sources.get(id(p))
-                values = None if i is None else self.own(i, p)
+                values = None if i is None else self._valid(i, p)
                 if values is not None:
                     values.copyto(vars(p)["_data"][0])
 

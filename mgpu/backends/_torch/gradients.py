@@ -35,13 +35,17 @@ class _State:
     _last: tuple[Any, int] | None = None    # gradient, version
 
     def written(self, x: torch.Tensor) -> None:
-        """torch has reached the leaf `x`, perhaps without a gradient."""
-        if x.grad is None:
-            return
-        last, self._last = self._last, (weakref.ref(x.grad), x.grad._version)
-        if last is None or last[0]() is not x.grad \
-                or last[1] != x.grad._version:
-            self.fresh = True
+        """Torch has reached the leaf `x`, perhaps without a gradient."""
+        last = self._last
+        if x.grad is not None and (
+                last is None or last[0]() is not x.grad
+                or last[1] != x.grad._version):
+            self.note(x, True)
+
+    def note(self, x: torch.Tensor, fresh: bool) -> None:
+        self.fresh = fresh
+        self._last = None if x.grad is None else (
+            weakref.ref(x.grad), x.grad._version)
 
 
 class Gradients:
@@ -95,7 +99,7 @@ class Gradients:
             else known.fresh
 
     def mark_used(self, x: Any) -> None:
-        self._state(x).fresh = False
+        self._state(x).note(x, False)
 
     def has_gradient(self, x: Any) -> bool:
         return x.grad is not None
@@ -108,19 +112,18 @@ class Gradients:
         if hides_leaves(*losses):
             leaves = [x for state in self._states.values()
                       if (x := state.tensor()) is not None]
-        # In a thread that no signal interrupts: a pass ends, or has left
-        # nothing.
-        self.uninterrupted(lambda: self._overwrite(totals, leaves))
+        self._overwrite(totals, leaves)
 
     def _overwrite(self, totals: Sequence[Any], leaves: Sequence[Any]
                    ) -> None:
         """A backward pass that forgets the old gradients of the `leaves` that
-        it reaches, where their request is "write"."""
+        it reaches, where their request is "write". After an error they are
+        there again."""
         before = []
         for x in leaves:
             known = self._states.get(id(x))
             if known is not None and known.request == "write" \
-                    and x.grad is not None:
+                    and x.requires_grad:
                 before.append((x, x.grad))
                 x.grad = None
         done = False
@@ -131,6 +134,3 @@ class Gradients:
             for x, gradient in before:
                 if not done or x.grad is None:      # it was not reached
                     x.grad = gradient
-
-    def uninterrupted(self, thunk: Any) -> Any:
-        raise NotImplementedError
