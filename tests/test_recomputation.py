@@ -25,7 +25,7 @@ def engine(name):
         yield backend
 
 
-#: the masks of a run, by what they are for
+#: the masks of a step, by what they are for
 DROPPED = {}
 
 
@@ -81,6 +81,7 @@ def loss_of(output, y):
 
 
 def forward_backward(replicas, shards, apart):
+    DROPPED.clear()
     X, y = shards
     with mgpu.record():
         if apart:
@@ -105,7 +106,6 @@ def test_gradients_and_statistics_are_those_without_checkpoints(
     import torch
     found, drops = [], "rate" not in options and not options.get("functional")
     for begin in (5, 0, 2):     # without; with; from the third step on
-        DROPPED.clear()
         replicas, trainer = start(network(reentrant, **options), len(devices))
         X, y = batch(len(devices))
         for x in X if options.get("first") else ():
