@@ -71,7 +71,7 @@ class _Owned:
         self.replicas = replicas
 
     def __reduce__(self) -> Any:
-        return _Owned, ()
+        return dict, ()     # a pickle needs no mgpu
 
     def __deepcopy__(self, memo: Any) -> "_Owned":
         return _Owned()
@@ -884,6 +884,9 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                 "Pass sample= to mgpu.initialize, or begin with a batch that "
                 "has a row for every device.")
         self._missed = True
+        for p in self.params():     # of an earlier batch
+            if p.grad_req == "write":
+                self.backend.mark_used(p.data())
         if self.joint and any(self._begin_pass(False)):
             self.span.world.sums.serve()
 
