@@ -216,7 +216,8 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                 if inputs is None:
                     return
                 with _explained([inputs]):
-                    self.network.infer_shapes(inputs, self.devices[0])
+                    self.network.infer_shapes(
+                        inputs, device or self.devices[0])
             specs = self.network.specs()
             unknown = [spec.name for spec in specs if spec.shape is None]
             if unknown:

@@ -53,7 +53,8 @@ class _Copy(NamedTuple):
     attributes: dict[int, dict[str, Any]]       # before the pass
     buffers: dict[int, dict[str, Any]]
     modules: dict[int, nn.Module]   # id of the network's own -> the copy
-    written: dict[int, tuple[torch.Tensor, int]]    # leaf, its version
+    written: dict[int, tuple[torch.Tensor, int, int]]   # leaf, its version
+    #: and address
     alive: list[Any]
 
 
@@ -340,7 +341,8 @@ class DeviceCopies:
             buffers[id(module)] = dict(own["_buffers"])
         self._attributes[i] = held
         written = {} if plain else {
-            key: (memo[key], version(memo[key])) for key in tree.arrays}
+            key: (memo[key], version(memo[key]), memo[key].data_ptr())
+            for key in tree.arrays}
         return _Copy(modules[id(self.net)], leaves, originals, attributes,
                      buffers, modules, written, alive)
 
@@ -356,8 +358,9 @@ class DeviceCopies:
 
     def _changes(self, tree: Tree, copy: _Copy) -> _Changes:
         found = _Changes([], [])
-        for key, (leaf, count) in copy.written.items():
-            if isinstance(leaf, nn.Parameter) and version(leaf) != count:
+        for key, (leaf, count, address) in copy.written.items():
+            if isinstance(leaf, nn.Parameter) and (
+                    version(leaf) != count or leaf.data_ptr() != address):
                 name = next((name for name, p in self.net.named_parameters()
                              if id(p) == key), "that an attribute has")
                 raise RuntimeError(
@@ -430,8 +433,9 @@ class DeviceCopies:
             for key, x in tree.arrays.items():
                 if isinstance(x, nn.Parameter):
                     continue
-                value, count = copies[first].written[key]
-                if version(value) != count and value.shape == x.shape:
+                value, count, address = copies[first].written[key]
+                if (version(value) != count or value.data_ptr() != address) \
+                        and value.shape == x.shape:
                     x.copy_(value)
         if not self._meaning.own_statistics:
             return
