@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import forked
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "docs"))
 from build_notebooks import NOTEBOOKS, cells, digest, scripts  # noqa: E402
@@ -31,7 +33,7 @@ TINY = {
 
 def python(arguments, cwd):
     return subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=cwd, timeout=300,
+        [forked.python(), *map(str, arguments)], cwd=cwd, timeout=300,
         capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)})
 
