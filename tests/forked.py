@@ -98,11 +98,15 @@ def _ask(place, arguments, cwd, env, files):
 
 
 def _client(place, *arguments):
-    """The program ``python``: it ends as the process does."""
-    call, _ = _ask(place, arguments, os.getcwd(), os.environ, [0, 1, 2])
+    """The program ``python``: it hands on signals, and ends as the process
+    does."""
+    call, pid = _ask(place, arguments, os.getcwd(), os.environ, [0, 1, 2])
+    for number in signal.SIGINT, signal.SIGTERM:
+        signal.signal(number, lambda number, _: os.kill(pid, number))
     status = int(call.recv(99))
     if status < 0:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
 
