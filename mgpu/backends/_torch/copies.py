@@ -10,6 +10,7 @@ import functools
 import random
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -189,6 +190,12 @@ class DeviceCopies:
                                                self.devices[device], {}))
                 for key, one in self._attributes[device].items()}
             made = spare._copy(1, Tree(self.net), Sources(), None)
+            for module in made.modules.values():
+                for table in ("_forward_hooks", "_forward_pre_hooks"):
+                    vars(module)[table] = OrderedDict(
+                        (key, hook) for key, hook in
+                        vars(module)[table].items()     # weight_norm has one
+                        if _module_of(hook).startswith("torch."))
             args, kwargs = call
             try:
                 output = self._meaning.call(device, made.net, args, kwargs)
@@ -569,6 +576,10 @@ class DeviceCopies:
                     f"{last}, through a global variable or an object. Use it "
                     "as an attribute of the module.")
         self._checked = tree.key
+
+
+def _module_of(hook: Any) -> str:
+    return str(getattr(hook, "__module__", type(hook).__module__))
 
 
 def _meeting(run: Runner, thunks: list[Any]) -> list[Any]:
