@@ -772,10 +772,10 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             else self._split.size(args, kwargs) or 1
             for i, (args, kwargs) in calls.items()]
         ends = list(accumulate(sizes))
-        last = next(reversed(calls))
+        last, call = list(calls.items())[-1]
 
         def probe() -> tuple[Any, int]:
-            return self.network.probe(self._split.with_one_more(calls[last]),
+            return self.network.probe(self._split.with_one_more(call),
                                       last), sizes[-1] + 1
         return self._split.joining(
             list(zip([0, *ends], ends)),
