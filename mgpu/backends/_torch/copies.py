@@ -10,6 +10,7 @@ import functools
 import random
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -82,8 +83,10 @@ class Meaning:
     """What a pass on a device has besides the network's own forward. Here:
     nothing; the framework's own meaning."""
 
-    #: whether each device has running statistics of its own
-    own_statistics = False
+    @property
+    def own_statistics(self) -> bool:
+        """Whether each device has running statistics of its own."""
+        return False
 
     def begin(self, active: Sequence[int]) -> Runner | None:
         """A pass of these devices begins. Returns how they are run where they
@@ -97,12 +100,11 @@ class Meaning:
         """``net(*args, **kwargs)``, in the thread of device `i`."""
         return net(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def turn(self, i: int) -> Iterator[Callable[[], bool]]:
+    def turn(self, i: int) -> contextlib.AbstractContextManager[
+            Callable[[], bool]]:
         """A block for device `i` while no other device runs; gives a function
         that tells afterwards whether it has drawn random numbers."""
-        before = _streams(True)
-        yield lambda: _streams(True) != before
+        return _watched_streams()
 
     def probing(self, i: int) -> contextlib.AbstractContextManager[Any]:
         """A block for a pass of device `i` that nothing sees."""
@@ -189,6 +191,12 @@ class DeviceCopies:
                                                self.devices[device], {}))
                 for key, one in self._attributes[device].items()}
             made = spare._copy(1, Tree(self.net), Sources(), None)
+            for module in made.modules.values():
+                for table in ("_forward_hooks", "_forward_pre_hooks"):
+                    vars(module)[table] = OrderedDict(
+                        (key, hook) for key, hook in
+                        vars(module)[table].items()     # weight_norm has one
+                        if _module_of(hook).startswith("torch."))
             args, kwargs = call
             try:
                 output = self._meaning.call(device, made.net, args, kwargs)
@@ -569,6 +577,16 @@ class DeviceCopies:
                     f"{last}, through a global variable or an object. Use it "
                     "as an attribute of the module.")
         self._checked = tree.key
+
+
+@contextlib.contextmanager
+def _watched_streams() -> Iterator[Callable[[], bool]]:
+    before = _streams(True)
+    yield lambda: _streams(True) != before
+
+
+def _module_of(hook: Any) -> str:
+    return str(getattr(hook, "__module__", type(hook).__module__))
 
 
 def _meeting(run: Runner, thunks: list[Any]) -> list[Any]:
