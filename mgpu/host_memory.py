@@ -9,7 +9,7 @@ A function here returns False, and does nothing, where the engine gives no
 views of the arrays (`Backend.host_views`): on GPUs, for example, and inside
 `mgpu.strict_devices`, which is to see every copy.
 """
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import addressof, c_char
 from functools import partial
 from typing import Any, NamedTuple

@@ -71,7 +71,7 @@ class _Owned:
         self.replicas = replicas
 
     def __reduce__(self) -> Any:
-        return _Owned, ()
+        return dict, ()     # a pickle needs no mgpu
 
     def __deepcopy__(self, memo: Any) -> "_Owned":
         return _Owned()
@@ -163,11 +163,13 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         #: over processes: parameters whose gradients hold the sum of all
         #: ranks, to which the next backward pass adds
         self.carried: list[Parameter] = []
-        #: since the last step: passes that train, and passes without
-        #: examples on this rank
-        self._passes = self._missed = 0
-        #: by rank, whether its buffers are those of all passes of the step
-        self.moved_by_rank: list[bool] | None = None
+        self._kept: dict[str, int] = {}
+        #: since the last step: the devices whose passes have trained, and
+        #: whether this rank had no examples of a batch
+        self._trained: list[int] = []
+        self._missed = False
+        #: `moved` of each rank, in a step
+        self.moved_by_rank: list[list[int]] | None = None
         # whether other processes, without rows, take part in this pass
         self._served = False
 
@@ -214,7 +216,8 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                 if inputs is None:
                     return
                 with _explained([inputs]):
-                    self.network.infer_shapes(inputs, self.devices[0])
+                    self.network.infer_shapes(
+                        inputs, device or self.devices[0])
             specs = self.network.specs()
             unknown = [spec.name for spec in specs if spec.shape is None]
             if unknown:
@@ -687,7 +690,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                     f"{self.devices[i]} received none. Leave it out, or use "
                     "replicas(shards), which passes empty shards over.")
             self._complete(row, self.devices[i])
-            self._begin()
+            self._begin([i])
             calls = {i: base.apart(row)}
             with _explained([row]):
                 return self.network.run(
@@ -798,21 +801,30 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             self._check_native(i, row)
         first = next(iter(found))
         self._complete(found[first], self.devices[first])
-        self._begin()
+        self._begin(list(found))
         return found
 
-    def _begin(self) -> None:
-        """A pass begins."""
+    def _begin(self, active: Sequence[int]) -> None:
+        """A pass of these devices begins."""
         if not self.backend.is_recording():
             return
-        self._passes += self.backend.is_training()
-        carried, self.carried = self.carried, []
+        if self.backend.is_training():
+            self._trained += [i for i in active if i not in self._trained]
+        self._kept, carried = self.kept_sums(), self.carried
+        self.carried = []
         if carried and not self.span.world.is_main:
             with self.backend.scope(recording=False):
                 for p in carried:
                     if p.grad_req == "add" \
                             and self.backend.has_gradient(p.data()):
                         self.backend.grad(p.data())[...] = 0
+
+    def kept_sums(self) -> dict[str, int]:
+        """With several processes: by name a checksum of each sum that the
+        passes of this step have added to, as it was before them."""
+        return {p.name: zlib.crc32(np.ascontiguousarray(self.backend.to_numpy(
+            self.backend.grad(p.data()))).tobytes()) for p in self.carried
+            if p.grad_req == "add"} if self.carried else self._kept
 
     def _run_synchronised(self, active: list[int], run: Callable[[], Any]
                           ) -> Any:
@@ -872,7 +884,10 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                 f"rank; received none of its rows on {self.span.world!r}. "
                 "Pass sample= to mgpu.initialize, or begin with a batch that "
                 "has a row for every device.")
-        self._missed += 1
+        self._missed = True
+        for p in self.params():     # of an earlier batch
+            if p.grad_req == "write":
+                self.backend.mark_used(p.data())
         if self.joint and any(self._begin_pass(False)):
             self.span.world.sums.serve()
 
@@ -885,10 +900,10 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         return self.joint and self.backend.is_training()
 
     @property
-    def moved(self) -> bool:
-        """Whether the buffers of this rank are those of the passes since the
-        last step."""
-        return bool(self._passes) and not (self.joint and self._missed)
+    def moved(self) -> list[int]:
+        """The devices whose buffers are those of the passes since the last
+        step."""
+        return [] if self.joint and self._missed else self._trained
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
@@ -918,19 +933,23 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         take the buffers of the first that had some, then ``"average"``
         replaces the statistics by their means over devices."""
         ranks, self.moved_by_rank = self.moved_by_rank, None
-        self._passes = self._missed = 0
-        wide = ranks is not None
-        if ranks is not None and any(ranks) and not all(ranks):
-            share_values([[p.data()] for p in self.buffers()], self.span,
-                         ranks.index(True), 0,
-                         [] if ranks[self.span.world.rank] else [0])
-            for p in self.buffers():
+        self._trained, self._missed, self._kept = [], False, {}
+        columns = {p: p.list_data() for p in self.buffers()} \
+            if ranks is not None or self.batch_norm == "average" else {}
+        if ranks is not None and any(ranks) \
+                and sum(map(len, ranks)) < self.span.total:
+            own = self.span.world.rank
+            root = next(rank for rank, moved in enumerate(ranks) if moved)
+            share_values(list(columns.values()), self.span, root,
+                         ranks[root][0] if root == own else 0,
+                         [i for i in range(len(self)) if i not in ranks[own]])
+            for p in columns if not ranks[own] else ():
                 self.network.written(p.number)
         if self.batch_norm == "average" and self.span.total > 1:
             allreduce_many(
-                [p.list_data() for p in self.statistics()], op="mean",
-                algorithm=over_processes(strategy_of("auto"), self.span)
-                if wide else "auto")
+                [columns[p] for p in self.statistics()], op="mean",
+                algorithm="auto" if ranks is None else over_processes(
+                    strategy_of("auto"), self.span))
             for p in self.statistics():
                 self.network.written(p.number)
 

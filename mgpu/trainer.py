@@ -693,7 +693,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         reached."""
         replicas, backend = self.replicas, self.replicas.backend
         parameters = self._trained()
-        with replicas.span.world.guard():
+        with self._voiding(parameters), replicas.span.world.guard():
             if self._given is not None:
                 self._read_given()
                 parameters = self._trained()
@@ -721,6 +721,17 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             backend.mark_used(p.data())
         self._summed = [parameters[j] for j in used]
         return whole
+
+    @contextlib.contextmanager
+    def _voiding(self, parameters: Sequence[Parameter]) -> Iterator[None]:
+        """Where a process fails before gradients are summed, the batch is
+        void in all: another call must not sum what some of them have."""
+        try:
+            yield
+        except BaseException:
+            for p in parameters if self.replicas.span.wide else ():
+                self.replicas.backend.mark_used(p.data())
+            raise
 
     def _sum(self, parameters: Sequence[Parameter], fresh: Sequence[bool]
              ) -> None:
@@ -774,7 +785,9 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             return reached, taken, batch_size
         told = self._gather(self._next_step(), [
             _bits(reached), _bits(taken), batch_size, replicas.moved],
-            **self._compared)
+            **self._compared, **{
+                f"gradient before this step (zero_grad is for all) of {name}":
+                x for name, x in replicas.kept_sums().items()})
         replicas.moved_by_rank = [one[3] for one in told]
         return (set().union(*(_numbers(one[0]) for one in told)),
                 set().union(*(_numbers(one[1]) for one in told)),
@@ -920,7 +933,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             _check_number(f"wd_mult of {name!r}", wd_mult)
             rule.check_rate(its * lr_mult)
             work.append(Update(
-                name, weight, backend.grad(weight), its * lr_mult, rule.wd * wd_mult,
+                name, weight, backend.grad(weight), its * lr_mult,
+                rule.wd * wd_mult,
                 self._counts.get(name, 0) + 1))
         return work
 

@@ -5,7 +5,6 @@ Float64 throughout, so that two ways to compute the same sum agree to about
 0.9 instead of float32(0.9) is off by 2e-8, an unbiased variance by 1 / n.
 """
 import warnings
-from contextlib import nullcontext
 
 import numpy as np
 import pytest

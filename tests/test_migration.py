@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 import mgpu
 from conftest import BACKENDS
 from helpers import relative_difference
@@ -40,8 +41,9 @@ def printed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("migration")
     found = {"folder": folder}
     for name in ORDER:
-        start = ["-c", ALONE] if name in RETIRED else []
-        done = subprocess.run([sys.executable, *start, STEPS / f"{name}.py"],
+        start = [sys.executable, "-c", ALONE] if name in RETIRED \
+            else [forked.python()]
+        done = subprocess.run([*start, STEPS / f"{name}.py"],
                               cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, f"{name}\n{done.stderr}"
         found[name] = done.stdout

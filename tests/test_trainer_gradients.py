@@ -12,8 +12,7 @@ from helpers import (assert_bit_equal, mlp, on, relative_difference,
 from nets import gated
 from steps import (LOSS, ROWS, assert_close, assert_replicas_equal,
                    assert_unchanged, backward, batch, check_as_on_one_device,
-                   gradients, initialize, sgd, sides, train,
-                   values)
+                   gradients, initialize, sgd, sides, values)
 
 STALE = ("parameter {!r} has no new gradient since the last step: {}. Run the "
          "forward pass inside record() and give the losses of all devices to "

@@ -33,6 +33,9 @@ import inspect
 import math
 import random
 import re
+import signal
+import threading
+
 import numpy as np
 
 from mgpu.backends import messages
@@ -615,7 +618,8 @@ class Network(ABC):
             found.update(dict.fromkeys(others, found[name]))
         return found
 
-    def fit_state(self, values: Mapping[str, Any], strict: bool) -> tuple[dict[int, Any], list[str], list[str]]:
+    def fit_state(self, values: Mapping[str, Any], strict: bool
+                  ) -> tuple[dict[int, Any], list[str], list[str]]:
         """What `state` of a network gave, for this one: by number of the
         entry its new value; the names that miss, and those that are unknown.
         With `strict` there are none, or RuntimeError, which lists all, as it
@@ -1095,9 +1099,10 @@ class Backend(ABC):
                       synchronize: Callable[[Sequence[int]], Any] | None
                       ) -> Any:
         """`mgpu.DataParallel`. `split` is its `BatchSplit`; ``remake(net)``
-        makes the same of another network, and can be pickled. ``synchronize(active)`` begins a pass with joint batch
-        statistics, and returns `SyncBatchNorm.mean` and the function that
-        runs the devices' thunks."""
+        makes the same of another network, and can be pickled.
+        ``synchronize(active)`` begins a pass with joint batch statistics, and
+        returns `SyncBatchNorm.mean` and the function that runs the devices'
+        thunks."""
         raise NotImplementedError(
             f"DataParallel is not supported on {self.name} yet. Use "
             "mgpu.initialize.")
@@ -1215,11 +1220,25 @@ class Backend(ABC):
         return None
 
     def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
-        """Call `thunk` where no signal cuts it short, and return its result:
-        after Ctrl-C it has run to its end, or not begun. Inside it,
-        `parallel` works as in the calling thread. A second Ctrl-C does not
-        wait for that end."""
-        return thunk()
+        """Call `thunk` and return its result. Ctrl-C waits for its end; a
+        second one does not."""
+        if threading.current_thread() is not threading.main_thread() \
+                or not callable(before := signal.getsignal(signal.SIGINT)):
+            return thunk()
+        waiting: list[Any] = []
+
+        def wait(*received: Any) -> None:
+            if waiting:
+                signal.signal(signal.SIGINT, before)
+                before(*received)
+            waiting.append(received)
+        signal.signal(signal.SIGINT, wait)
+        try:
+            return thunk()
+        finally:
+            signal.signal(signal.SIGINT, before)
+            if waiting:
+                before(*waiting[0])
 
     # optional: threads that the user starts, and data for GPUs
 

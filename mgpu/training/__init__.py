@@ -31,7 +31,7 @@ from mgpu.errors import NonFiniteLoss
 from mgpu.evaluation import (check_place, check_scores, evaluate_accuracy_gpus,
                              shards_of)
 from mgpu.files import FilePath
-from mgpu.inputs import Choice, as_rounds, choose
+from mgpu.inputs import as_rounds, choose
 from mgpu.losses import Loss as OwnLoss
 from mgpu.losses import check_per_example, of_shards
 from mgpu.nested import (NoRows, as_inputs, as_pair, examples_of, is_empty,

@@ -74,6 +74,7 @@ NO_NUMBERS = {
                      "Replicas.forward_backward", "Trainer.rate",
                      "Replicas.joined", "Replicas.run_one",
                      "Replicas.end_pass", "Replicas.told",
+                     "Replicas.kept_sums",
                      "Replicas.pass_over", "Trainer.gluon_order",
                      "Trainer.observed"),
                     "a piece of `train_batch`, which is covered"),

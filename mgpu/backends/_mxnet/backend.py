@@ -184,8 +184,6 @@ class MXNetBackend(base.Backend):
         # ended would take its random streams along.
         self._workers = Workers("mgpu-mxnet", lambda: None, self.carry,
                                 idle=threading.TIMEOUT_MAX)
-        self._leader = Workers("mgpu-mxnet-step", lambda: None, self.carry,
-                               leading=True)
 
     # -- devices and arrays -------------------------------------------------
 
@@ -272,7 +270,6 @@ class MXNetBackend(base.Backend):
         return [_host_view(_address(x), x.size, _dtype(x)) for x in arrays]
 
     def run_on_host_views(self, thunks, written) -> None:
-        # A single thunk too: in a worker no signal cuts it short.
         self._workers.run(thunks, carry=False)
 
     def library_allreduce(self, arrays: Sequence[Any], op: str) -> None:
@@ -390,9 +387,6 @@ class MXNetBackend(base.Backend):
             return thunk()
         return self._workers.run([functools.partial(seeded, thunk)
                                   for thunk in thunks])
-
-    def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
-        return self._leader.run([thunk])[0]
 
     def carry(self) -> Callable[[], base.ContextManager]:
         # Inside mx.engine.bulk the thread holds back operations whose results

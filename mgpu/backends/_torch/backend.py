@@ -64,9 +64,6 @@ class TorchBackend(Gradients, base.Backend):
         self._workers = Workers(
             "mgpu-torch", lambda: torch.set_num_threads(threads),
             partial(self._carried, True), aside=aside)
-        self._leader = Workers("mgpu-torch-step", lambda: None,
-                               partial(self._carried, True), leading=True,
-                               aside=aside)
 
     # -- devices and arrays -------------------------------------------------
 
@@ -159,7 +156,6 @@ class TorchBackend(Gradients, base.Backend):
 
     def run_on_host_views(self, thunks, written) -> None:
         try:
-            # A single thunk too: in a worker no signal cuts it short.
             self._workers.run(thunks, carry=False)
         finally:
             # Makes a graph that still needs the old values an error.
@@ -212,9 +208,6 @@ class TorchBackend(Gradients, base.Backend):
             return self._workers.run(thunks)
         finally:
             watch.check(before)
-
-    def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
-        return self._leader.run([thunk])[0]
 
     def carry(self) -> Callable[[], base.ContextManager]:
         return self._carried(watching=False)

@@ -10,6 +10,7 @@ import functools
 import random
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -53,7 +54,8 @@ class _Copy(NamedTuple):
     attributes: dict[int, dict[str, Any]]       # before the pass
     buffers: dict[int, dict[str, Any]]
     modules: dict[int, nn.Module]   # id of the network's own -> the copy
-    written: dict[int, tuple[torch.Tensor, int]]    # leaf, its version
+    written: dict[int, tuple[torch.Tensor, int, int]]   # leaf, its version
+    #: and address
     alive: list[Any]
 
 
@@ -188,6 +190,12 @@ class DeviceCopies:
                                                self.devices[device], {}))
                 for key, one in self._attributes[device].items()}
             made = spare._copy(1, Tree(self.net), Sources(), None)
+            for module in made.modules.values():
+                for table in ("_forward_hooks", "_forward_pre_hooks"):
+                    vars(module)[table] = OrderedDict(
+                        (key, hook) for key, hook in
+                        vars(module)[table].items()     # weight_norm has one
+                        if _module_of(hook).startswith("torch."))
             args, kwargs = call
             try:
                 output = self._meaning.call(device, made.net, args, kwargs)
@@ -340,7 +348,8 @@ class DeviceCopies:
             buffers[id(module)] = dict(own["_buffers"])
         self._attributes[i] = held
         written = {} if plain else {
-            key: (memo[key], version(memo[key])) for key in tree.arrays}
+            key: (memo[key], version(memo[key]), memo[key].data_ptr())
+            for key in tree.arrays}
         return _Copy(modules[id(self.net)], leaves, originals, attributes,
                      buffers, modules, written, alive)
 
@@ -356,8 +365,9 @@ class DeviceCopies:
 
     def _changes(self, tree: Tree, copy: _Copy) -> _Changes:
         found = _Changes([], [])
-        for key, (leaf, count) in copy.written.items():
-            if isinstance(leaf, nn.Parameter) and version(leaf) != count:
+        for key, (leaf, count, address) in copy.written.items():
+            if isinstance(leaf, nn.Parameter) and (
+                    version(leaf) != count or leaf.data_ptr() != address):
                 name = next((name for name, p in self.net.named_parameters()
                              if id(p) == key), "that an attribute has")
                 raise RuntimeError(
@@ -430,8 +440,9 @@ class DeviceCopies:
             for key, x in tree.arrays.items():
                 if isinstance(x, nn.Parameter):
                     continue
-                value, count = copies[first].written[key]
-                if version(value) != count and value.shape == x.shape:
+                value, count, address = copies[first].written[key]
+                if (version(value) != count or value.data_ptr() != address) \
+                        and value.shape == x.shape:
                     x.copy_(value)
         if not self._meaning.own_statistics:
             return
@@ -565,6 +576,10 @@ class DeviceCopies:
                     f"{last}, through a global variable or an object. Use it "
                     "as an attribute of the module.")
         self._checked = tree.key
+
+
+def _module_of(hook: Any) -> str:
+    return str(getattr(hook, "__module__", type(hook).__module__))
 
 
 def _meeting(run: Runner, thunks: list[Any]) -> list[Any]:

@@ -35,7 +35,7 @@ class _State:
     _last: tuple[Any, int] | None = None    # gradient, version
 
     def written(self, x: torch.Tensor) -> None:
-        """torch has reached the leaf `x`, perhaps without a gradient."""
+        """Torch has reached the leaf `x`, perhaps without a gradient."""
         last = self._last
         if x.grad is not None and (
                 last is None or last[0]() is not x.grad
@@ -112,19 +112,18 @@ class Gradients:
         if hides_leaves(*losses):
             leaves = [x for state in self._states.values()
                       if (x := state.tensor()) is not None]
-        # In a thread that no signal interrupts: a pass ends, or has left
-        # nothing.
-        self.uninterrupted(lambda: self._overwrite(totals, leaves))
+        self._overwrite(totals, leaves)
 
     def _overwrite(self, totals: Sequence[Any], leaves: Sequence[Any]
                    ) -> None:
         """A backward pass that forgets the old gradients of the `leaves` that
-        it reaches, where their request is "write"."""
+        it reaches, where their request is "write". After an error they are
+        there again."""
         before = []
         for x in leaves:
             known = self._states.get(id(x))
             if known is not None and known.request == "write" \
-                    and x.grad is not None:
+                    and x.requires_grad:
                 before.append((x, x.grad))
                 x.grad = None
         done = False
@@ -135,6 +134,3 @@ class Gradients:
             for x, gradient in before:
                 if not done or x.grad is None:      # it was not reached
                     x.grad = gradient
-
-    def uninterrupted(self, thunk: Any) -> Any:
-        raise NotImplementedError

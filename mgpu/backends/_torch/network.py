@@ -54,6 +54,7 @@ class TorchNetwork(base.Network):
         self.options = base.Options()
         self.float32: base.Float32Functions = base.Float32Functions()
         self._owners: list[tuple[dict[str, Any], str]] = []
+        self._placed: list[str] = []        # the names in mgpu of these
         self._copies: DeviceCopies
 
     def specs(self) -> list[base.Spec]:
@@ -362,6 +363,7 @@ class TorchNetwork(base.Network):
         self._owners = [(getattr(m, of), name)
                         for of in ("_parameters", "_buffers")
                         for _, m, name, _ in walk(self.net, of)]
+        self._placed = [spec.name for spec in self.specs()]
         self._copies = DeviceCopies(
             self.net, [self.backend.handle(d) for d in devices],
             self.backend.run, meaning=meaning)
@@ -372,7 +374,7 @@ class TorchNetwork(base.Network):
         # Looked up in every call: a user may replace the tensor.
         owner, name = self._owners[number]
         if owner.get(name) is None:
-            raise messages.changed_layers([self.specs()[number].name])
+            raise messages.changed_layers([self._placed[number]])
         return owner[name]
 
     def arrays(self, number: int) -> list[Any]:
@@ -398,6 +400,17 @@ class TorchNetwork(base.Network):
                 for path, m in self.net.named_modules() if _has_extra(m)]
 
     def extra_states(self) -> dict[str, Any]:
+        known = {(id(owner), name) for owner, name in self._owners}
+        late = [joined(path, name)
+                for path, m, name, _ in walk(self.net, "_buffers")
+                if (id(m._buffers), name) not in known
+                and name not in m._non_persistent_buffers_set]
+        if late:
+            raise ValueError(
+                "a checkpoint holds the buffers that are there at "
+                f"mgpu.initialize; received {late}, which passes have made. "
+                "Make them tensors in __init__, or persistent=False where "
+                "each pass makes them anew.")
         one_way = [path for path, m in self.net.named_modules()
                    if _has_extra(m) and type(m).set_extra_state
                    is nn.Module.set_extra_state]
