@@ -745,6 +745,11 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
 
     def _pass(self, inputs: tuple[Sequence[Any], ...],
               labels: Sequence[Any] = ()) -> tuple[dict[int, Any], Joining]:
+        with self.told() if self._syncs() else contextlib.nullcontext():
+            return self._run(inputs, labels)
+
+    def _run(self, inputs: tuple[Sequence[Any], ...], labels: Sequence[Any]
+             ) -> tuple[dict[int, Any], Joining]:
         rows = self._prepared(inputs)
         calls = {i: base.apart(row) for i, row in rows.items()}
         joining = self._joining(calls, labels)
@@ -754,11 +759,8 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                 "compute", "forward", self.devices,
                 lambda: [outputs.get(i) for i in range(len(self))],
                 list(rows)):
-            if self._syncs():
-                with self.told():
-                    outputs = self._run_synchronised(list(calls), run)
-            else:
-                outputs = run()
+            outputs = self._run_synchronised(list(calls), run) \
+                if self._syncs() else run()
         return outputs, joining
 
     def _joining(self, calls: Mapping[int, Call],
@@ -770,10 +772,10 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             else self._split.size(args, kwargs) or 1
             for i, (args, kwargs) in calls.items()]
         ends = list(accumulate(sizes))
-        last = next(reversed(calls))
+        last, call = list(calls.items())[-1]
 
         def probe() -> tuple[Any, int]:
-            return self.network.probe(self._split.with_one_more(calls[last]),
+            return self.network.probe(self._split.with_one_more(call),
                                       last), sizes[-1] + 1
         return self._split.joining(
             list(zip([0, *ends], ends)),

@@ -754,8 +754,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         for p in parameters:
             try:
                 backend.host_views([backend.grad(p.data())], to_read=True)
-            except Exception as error:
-                errors.append(error)
+            except Exception as failed:
+                errors.append(failed)
         if not errors:
             return
         self._summed = None

@@ -977,6 +977,10 @@ class Backend(ABC):
         """GPUs visible now (logical ones on torch: ``MGPU_LOGICAL_GPUS``)."""
 
     @abstractmethod
+    def handle(self, device: Device) -> Any:
+        """The framework's own device that `device` stands for."""
+
+    @abstractmethod
     def put(self, x: Any, where: Device | Array, *,
             dtype: str | None = None) -> Array:
         """A fresh copy of `x` on a device.

@@ -12,12 +12,14 @@ from mgpu.backends._mxnet.blocks import (named_blocks, named_parameters,
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import Between, describe, is_layer
 from mgpu.backends._mxnet.own_step import MXNetParts, any_dtype_clipped
+from mgpu.backends._mxnet.statistics import DeviceStatistics
 
 
 class NetworkLayers(base.Network):
     """What `base.Network` gives of single layers."""
 
     backend: Any
+    statistics: DeviceStatistics
 
     def __init__(self, backend: Any, net: Any):
         self.backend, self.net = backend, net

@@ -83,8 +83,10 @@ class Meaning:
     """What a pass on a device has besides the network's own forward. Here:
     nothing; the framework's own meaning."""
 
-    #: whether each device has running statistics of its own
-    own_statistics = False
+    @property
+    def own_statistics(self) -> bool:
+        """Whether each device has running statistics of its own."""
+        return False
 
     def begin(self, active: Sequence[int]) -> Runner | None:
         """A pass of these devices begins. Returns how they are run where they
@@ -98,12 +100,11 @@ class Meaning:
         """``net(*args, **kwargs)``, in the thread of device `i`."""
         return net(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def turn(self, i: int) -> Iterator[Callable[[], bool]]:
+    def turn(self, i: int) -> contextlib.AbstractContextManager[
+            Callable[[], bool]]:
         """A block for device `i` while no other device runs; gives a function
         that tells afterwards whether it has drawn random numbers."""
-        before = _streams(True)
-        yield lambda: _streams(True) != before
+        return _watched_streams()
 
     def probing(self, i: int) -> contextlib.AbstractContextManager[Any]:
         """A block for a pass of device `i` that nothing sees."""
@@ -576,6 +577,12 @@ class DeviceCopies:
                     f"{last}, through a global variable or an object. Use it "
                     "as an attribute of the module.")
         self._checked = tree.key
+
+
+@contextlib.contextmanager
+def _watched_streams() -> Iterator[Callable[[], bool]]:
+    before = _streams(True)
+    yield lambda: _streams(True) != before
 
 
 def _module_of(hook: Any) -> str:
