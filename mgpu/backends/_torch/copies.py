@@ -140,6 +140,7 @@ class DeviceCopies:
         self._attributes: list[dict[tuple[int, str], _Held]] = [
             {} for _ in devices]
         self._draws: dict[Any, bool] = {}
+        self._draws_backward: bool | None = None    # not known yet
         self._checked: Any = None
         #: leaves of the last pass, and its graph: not kept alive here
         self._last: list[tuple[list[Any], weakref.ref[DeviceGraph]]] = []
@@ -515,10 +516,14 @@ class DeviceCopies:
         return results
 
     def _backward(self, thunks: Sequence[Any]) -> list[Any]:
-        if any(self._draws.values()):
-            return [thunk() for thunk in thunks]
-        # Checkpoints set the default stream, and put it back: in K threads.
         state = torch.get_rng_state()
+        if self._draws_backward is not False or any(self._draws.values()):
+            # In turn, as the first one, which tells.
+            results = [thunk() for thunk in thunks]
+            self._draws_backward = bool(self._draws_backward) \
+                or not torch.equal(state, torch.get_rng_state())
+            return results
+        # Checkpoints set the default stream, and put it back: in K threads.
         results = self._run(thunks)
         torch.set_rng_state(state)
         return results
