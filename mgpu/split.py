@@ -1,6 +1,7 @@
 """Cutting a batch into shards, one per device."""
 import copy
 import sys
+from collections import UserDict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -314,7 +315,8 @@ def join_shards(shards: Sequence[Any], sizes: Sequence[int], device: Device
         return backend.ops.concat(parts) if first.shape and parts[1:] \
             else first
     if isinstance(first, Mapping):
-        made = copy.copy(first) if isinstance(first, dict) else dict(first)
+        made = copy.copy(first) if isinstance(first, (dict, UserDict)) \
+            else dict(first)
         for key in first:
             made[key] = join_shards([x[key] for x in shards], sizes, device)
         return made

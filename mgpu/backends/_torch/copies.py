@@ -83,6 +83,10 @@ class Meaning:
     """What a pass on a device has besides the network's own forward. Here:
     nothing; the framework's own meaning."""
 
+    #: the mode of the pass that has begun: those of one mode draw random
+    #: numbers alike
+    mode: Any = None
+
     @property
     def own_statistics(self) -> bool:
         """Whether each device has running statistics of its own."""
@@ -140,6 +144,7 @@ class DeviceCopies:
         self._attributes: list[dict[tuple[int, str], _Held]] = [
             {} for _ in devices]
         self._draws: dict[Any, bool] = {}
+        self._draws_backward: bool | None = None    # not known yet
         self._checked: Any = None
         #: leaves of the last pass, and its graph: not kept alive here
         self._last: list[tuple[list[Any], weakref.ref[DeviceGraph]]] = []
@@ -483,7 +488,8 @@ class DeviceCopies:
             args, kwargs = calls[i]
             return self._meaning.call(i, copies[i].net, args, kwargs)
         thunks = {i: functools.partial(forward, i) for i in active}
-        results = self._forward(thunks, tree.key) if together is None \
+        key = tree.key, self._meaning.mode
+        results = self._forward(thunks, key) if together is None \
             else _meeting(together, list(thunks.values()))
         outputs = dict(zip(active, results, strict=True))
         changes = {i: self._changes(tree, copies[i]) for i in active}
@@ -504,19 +510,30 @@ class DeviceCopies:
             if not torch.equal(before, torch.get_rng_state()):
                 self._draws[key] = True     # from now on in turn
             return results
-        results, drew = [], False
-        for i, thunk in thunks.items():
+        if len(self._draws) > 16:
+            self._draws.clear()
+        results, self._draws[key] = self._in_turn(
+            list(thunks), list(thunks.values()), self._draws.get(key, False))
+        return results
+
+    def _in_turn(self, devices: Sequence[int], thunks: Sequence[Any],
+                 drew: bool) -> tuple[list[Any], bool]:
+        """The results of the devices' thunks, and whether one of them has
+        drawn, if they had not `drew` before."""
+        results = []
+        for i, thunk in zip(devices, thunks, strict=True):
             with self._meaning.turn(i) as told:
                 results.append(thunk())
             drew |= told()
-        if len(self._draws) > 16:
-            self._draws.clear()
-        self._draws[key] = drew or self._draws.get(key, False)
-        return results
+        return results, drew
 
-    def _backward(self, thunks: Sequence[Any]) -> list[Any]:
-        if any(self._draws.values()):
-            return [thunk() for thunk in thunks]
+    def _backward(self, devices: Sequence[int], thunks: Sequence[Any]
+                  ) -> list[Any]:
+        if self._draws_backward is not False or any(self._draws.values()):
+            # In turn, as the first one, which tells.
+            results, self._draws_backward = self._in_turn(
+                devices, thunks, bool(self._draws_backward))
+            return results
         # Checkpoints set the default stream, and put it back: in K threads.
         state = torch.get_rng_state()
         results = self._run(thunks)

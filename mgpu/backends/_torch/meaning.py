@@ -73,6 +73,7 @@ class GluonMeaning(Meaning):
     def begin(self, active: Sequence[int]) -> Runner | None:
         self._modes = _modes(self._network.net,
                              self._network.backend.is_training())
+        self.mode = *self._modes, self._network.backend.is_training()
         self._between, self._passes = {}, {}
         network = self._network
         self._key = None
