@@ -673,12 +673,12 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         """Run the network on device `i`: ``replicas[i](*inputs)``."""
         self.check_valid()
         self._check_recording()
-        if self._syncs():
-            raise RuntimeError(
-                "with batch_norm='sync' all replicas train together; "
-                f"received inputs for replica {i} only. Call "
-                "replicas(shards) instead of replicas[i](x).")
         with self._mode():
+            if self._syncs():
+                raise RuntimeError(
+                    "with batch_norm='sync' all replicas train together; "
+                    f"received inputs for replica {i} only. Call "
+                    "replicas(shards) instead of replicas[i](x).")
             row = inputs_for(inputs[0] if len(inputs) == 1 else inputs,
                              self.network.inputs)
             self._check_native(i, row)

@@ -270,7 +270,7 @@ class MXNetBackend(base.Backend):
         return [_host_view(_address(x), x.size, _dtype(x)) for x in arrays]
 
     def run_on_host_views(self, thunks, written) -> None:
-        self._workers.run(thunks, carry=False)
+        self.uninterrupted(lambda: self._workers.run(thunks, carry=False))
 
     def library_allreduce(self, arrays: Sequence[Any], op: str) -> None:
         if op != "sum":

@@ -156,7 +156,8 @@ class TorchBackend(Gradients, base.Backend):
 
     def run_on_host_views(self, thunks, written) -> None:
         try:
-            self._workers.run(thunks, carry=False)
+            self.uninterrupted(
+                lambda: self._workers.run(thunks, carry=False))
         finally:
             # Makes a graph that still needs the old values an error.
             torch.autograd.graph.increment_version(written)
