@@ -832,7 +832,8 @@ class Network(ABC):
         ``hybridize``: passes run as compiled code, with the meaning of the
         network's layers: the same streams of dropout masks, the same running
         statistics. The first training pass and the first prediction pass are
-        compiled for each shape of inputs, one at a time. Inside `watch_layers`, `use_masks` and `Backend.strict` the
+        compiled for each shape of inputs, one at a time. Inside
+        `watch_layers`, `use_masks` and `Backend.strict` the
         network runs layer by layer. ``channels_last``: 4-d parameters and
         inputs keep their values and lie in memory with the channels last,
         where the engine has such an order. ``autocast``: passes run with that

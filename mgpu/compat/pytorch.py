@@ -21,8 +21,7 @@ TORCH_HINTS = {
         ("modules", "named_modules", "children", "named_children", "apply",
          "requires_grad_", "get_submodule", "register_forward_hook",
          "register_forward_pre_hook", "register_buffer"),
-        "the same method of replicas.net, the user's network, which is "
-        "replica 0"),
+        "the same method of replicas.net, the user's network"),
     "device_ids": "replicas.devices"}
 #: those that it has, and one replica does not
 TORCH_VIEW_HINTS = dict.fromkeys(
