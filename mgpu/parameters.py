@@ -108,6 +108,8 @@ class Parameter(Hints):
     @property
     def shape(self) -> tuple[int, ...] | None:
         """None until it is known (deferred or lazy layers)."""
+        if self.kind in BUFFERS and self.spec.shape is not None:
+            self.refit()
         return self.spec.shape
 
     @property
@@ -118,7 +120,7 @@ class Parameter(Hints):
         """A forward pass may have put a buffer of another shape or dtype in
         the place of this one."""
         x = self._replicas.network.array(self.number)
-        if tuple(x.shape) != self.shape:
+        if tuple(x.shape) != self.spec.shape:
             spec = self._replicas.network.specs()[self.number]
             self.spec = self.spec._replace(shape=spec.shape, dtype=spec.dtype)
 

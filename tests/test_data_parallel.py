@@ -411,7 +411,7 @@ def test_what_batch_statistics_of_all_devices_do_not_support(backend):
     from torch import nn
     X, y = torch_batch(8, 0)
     for layers, error in (
-            ([nn.Dropout()], "draws random numbers"),
+            ([nn.Dropout()], "draws from torch"),
             ([nn.Linear(6, 3)], "no second derivatives")):
         net = mgpu.DataParallel(nn.Sequential(
             nn.BatchNorm1d(6), *layers).double(), on(0, 1), batch_norm="sync")

@@ -682,19 +682,6 @@ def test_per_example_meets_weights_in_a_later_batch(engine):
         loss(engine.put(x, cpu(0)), engine.put(weights, cpu(0)))
 
 
-def test_per_example_calls_what_counts_once_a_step(engine):
-    """Nothing tells that it is a mean, so that it is called once."""
-    ops, counts = engine.ops, []
-
-    def counting(pred, label):
-        counts.append(len(pred))
-        return ops.mean(pred) ** 0.5
-    x = engine.put(np.ones((4, 3)), cpu(0))
-    for _ in range(3):
-        per_example(counting)(x, x)
-    assert counts == [4] * 3
-
-
 def test_per_example_refuses_again(engine):
     """A call that was refused is looked at when it comes again."""
     ops = engine.ops

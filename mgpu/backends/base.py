@@ -1224,25 +1224,29 @@ class Backend(ABC):
         return None
 
     def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
-        """Call `thunk` and return its result. Ctrl-C waits for its end; a
-        second one does not."""
-        if threading.current_thread() is not threading.main_thread() \
-                or not callable(before := signal.getsignal(signal.SIGINT)):
+        """Call `thunk` and return its result. Ctrl-C and SIGTERM wait for its
+        end, if the program handles them; a second one does not."""
+        if threading.current_thread() is not threading.main_thread():
             return thunk()
-        waiting: list[Any] = []
+        before = {number: handler for number in (
+            signal.SIGINT, signal.SIGTERM)
+            if callable(handler := signal.getsignal(number))}
+        waiting: list[tuple[Any, ...]] = []
 
-        def wait(*received: Any) -> None:
+        def wait(number: int, frame: Any) -> None:
             if waiting:
-                signal.signal(signal.SIGINT, before)
-                before(*received)
-            waiting.append(received)
-        signal.signal(signal.SIGINT, wait)
+                before[signal.Signals(number)](number, frame)
+            waiting.append((number, frame))
+        for number in before:
+            signal.signal(number, wait)
         try:
             return thunk()
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
             if waiting:
-                before(*waiting[0])
+                number, frame = waiting[0]
+                before[signal.Signals(number)](number, frame)
 
     # optional: threads that the user starts, and data for GPUs
 

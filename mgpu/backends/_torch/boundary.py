@@ -77,7 +77,9 @@ class Joint:
 
     Parameters
     ----------
-    run : Runner
+    run : callable
+        ``run(devices, thunks)``: the results of thunks, one for each of the
+        devices with these numbers.
     one_call : bool
         Run all devices in one call of autograd: on GPUs, where autograd has a
         thread for each device and threads of ours would wait for it.
@@ -85,7 +87,8 @@ class Joint:
         Gives a block in which no pass writes to the devices' copies.
     """
 
-    def __init__(self, run: Runner, one_call: bool,
+    def __init__(self, run: Callable[[Sequence[int], Sequence[Any]],
+                                     list[Any]], one_call: bool,
                  locked: Callable[[], AbstractContextManager[Any]]) -> None:
         self.run, self.one_call, self.locked = run, one_call, locked
 
@@ -137,7 +140,8 @@ class Joint:
                     [r for r, _ in pairs], [h for _, h in pairs],
                     retain_graph=any(keep for *_, keep in work.values()))
             else:
-                self.run([functools.partial(thunk, i) for i in work])
+                self.run(list(work), [functools.partial(thunk, i)
+                                      for i in work])
             totals: list[torch.Tensor | None] = [None] * len(sources)
             for graph, *_ in work.values():
                 for n, leaf in graph.leaves.items():
@@ -180,8 +184,8 @@ class Joint:
             return torch.autograd.grad(
                 [r for r, _ in pairs], list(work[i][0].leaves.values()),
                 [h for _, h in pairs], create_graph=True, allow_unused=True)
-        found = dict(zip(work, self.run([functools.partial(thunk, i)
-                                         for i in work]), strict=True))
+        found = dict(zip(work, self.run(list(work), [
+            functools.partial(thunk, i) for i in work]), strict=True))
         outer = self.connect({i: DeviceGraph(
             leaves[i], [g for g in found[i]
                         if g is not None and g.requires_grad], retained=True)

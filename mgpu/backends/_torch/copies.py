@@ -140,6 +140,7 @@ class DeviceCopies:
         self._attributes: list[dict[tuple[int, str], _Held]] = [
             {} for _ in devices]
         self._draws: dict[Any, bool] = {}
+        self._draws_backward: bool | None = None    # not known yet
         self._checked: Any = None
         #: leaves of the last pass, and its graph: not kept alive here
         self._last: list[tuple[list[Any], weakref.ref[DeviceGraph]]] = []
@@ -504,19 +505,30 @@ class DeviceCopies:
             if not torch.equal(before, torch.get_rng_state()):
                 self._draws[key] = True     # from now on in turn
             return results
-        results, drew = [], False
-        for i, thunk in thunks.items():
+        if len(self._draws) > 16:
+            self._draws.clear()
+        results, self._draws[key] = self._in_turn(
+            list(thunks), list(thunks.values()), self._draws.get(key, False))
+        return results
+
+    def _in_turn(self, devices: Sequence[int], thunks: Sequence[Any],
+                 drew: bool) -> tuple[list[Any], bool]:
+        """The results of the devices' thunks, and whether one of them has
+        drawn, if they had not `drew` before."""
+        results = []
+        for i, thunk in zip(devices, thunks, strict=True):
             with self._meaning.turn(i) as told:
                 results.append(thunk())
             drew |= told()
-        if len(self._draws) > 16:
-            self._draws.clear()
-        self._draws[key] = drew or self._draws.get(key, False)
-        return results
+        return results, drew
 
-    def _backward(self, thunks: Sequence[Any]) -> list[Any]:
-        if any(self._draws.values()):
-            return [thunk() for thunk in thunks]
+    def _backward(self, devices: Sequence[int], thunks: Sequence[Any]
+                  ) -> list[Any]:
+        if self._draws_backward is not False or any(self._draws.values()):
+            # In turn, as the first one, which tells.
+            results, self._draws_backward = self._in_turn(
+                devices, thunks, bool(self._draws_backward))
+            return results
         # Checkpoints set the default stream, and put it back: in K threads.
         state = torch.get_rng_state()
         results = self._run(thunks)
