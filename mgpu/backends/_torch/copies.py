@@ -431,6 +431,9 @@ class DeviceCopies:
                         not in own[first]:
                     self._attributes[i][id(module), name] = _Held(
                         module.__dict__.get(name), 0, x)
+        for i in range(1, len(self._attributes)):   # without examples
+            if i not in changes:
+                self._attributes[i].clear()
         for held in self._attributes:   # written in place on device 0
             for key, one in held.items():
                 held[key] = one._replace(version=version(one.original))
