@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from mgpu.backends import containers
 from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Joint, Runner,
@@ -40,7 +41,7 @@ class _Held(NamedTuple):
     """
 
     original: Any
-    version: int
+    version: Any
     value: Any
     size: int | None = None
 
@@ -520,9 +521,11 @@ class DeviceCopies:
         drawn, if they had not `drew` before."""
         results = []
         for i, thunk in zip(devices, thunks, strict=True):
+            cache = parametrize._cache = _Cache()   # which threads share
             with self._meaning.turn(i) as told:
                 results.append(thunk())
-            drew |= told()
+            drew |= told() or cache.used
+        parametrize._cache = {}
         return results, drew
 
     def _backward(self, devices: Sequence[int], thunks: Sequence[Any]
@@ -592,6 +595,16 @@ class DeviceCopies:
                     f"{last}, through a global variable or an object. Use it "
                     "as an attribute of the module.")
         self._checked = tree.key
+
+
+class _Cache(dict[Any, Any]):
+    """Tells whether forward has put something into it."""
+
+    used = False
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.used = True
+        super().__setitem__(key, value)
 
 
 @contextlib.contextmanager
