@@ -332,7 +332,9 @@ class DeviceCopies:
                     continue
                 x, place = module.__dict__[name], (id(module), name)
                 one = self._attributes[i].get(place)
-                if one is not None and not _is_valid(one, x, batch):
+                if one is not None and one.size is None and tree.shares(x):
+                    one = None      # a view of a parameter, uncounted
+                elif one is not None and not _is_valid(one, x, batch):
                     one = _part(one, x, i, self.devices[i], batch)
                 if one is None and i and name in tree.values[id(module)]:
                     one = _Held(x, version(x), _clone(x, self.devices[i],

@@ -81,6 +81,16 @@ class Tree:
         self.modules = waiting
         self.key = tuple((id(m), type(m), m.training) for m in waiting)
 
+    def shares(self, x: Any) -> bool:
+        """Whether an array in `x` has the memory of one of `arrays`."""
+        found = [t for t in containers.arrays_in(
+            x, lambda t: isinstance(t, torch.Tensor))
+            if t.layout is torch.strided]
+        return bool(found) and not {
+            t.untyped_storage().data_ptr() for t in found}.isdisjoint(
+            t.untyped_storage().data_ptr() for t in self.arrays.values()
+            if t.layout is torch.strided)
+
     def _add(self, module: nn.Module) -> None:
         if id(module) in self._found:
             return
