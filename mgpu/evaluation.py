@@ -119,10 +119,10 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
     """The accuracy of `net`, each batch split over its devices.
 
     Correct predictions are counted as integers over all shards and divided
-    once, so the result is that of one device, exactly, when the replicas
-    hold equal state (with ``batch_norm="per_device"`` they do not: pass
-    ``device=``). With several processes each gives its rows of the data, and
-    all receive the accuracy over all of them: call it on every rank.
+    once. All devices use the network's weights and running statistics, so
+    the result is that of one device, exactly. With several processes each
+    gives its rows of the data, and all receive the accuracy over all of
+    them: call it on every rank.
 
     Parameters
     ----------

@@ -555,9 +555,9 @@ class SDMLLoss(Loss):
     for a network that returns both ``loss((x1, x2), label)``, which
     `train_batch` does; `label` is not used.
 
-    The value of a row depends on the others. On several devices each row
-    would meet those of its device only, and the numbers would depend on
-    their count: one device only.
+    The value of a row depends on the others: `train_batch` calls it with the
+    rows of all devices. Parts of a batch (`mgpu.parallel`) and several
+    processes raise.
 
     Raises
     ------

@@ -69,7 +69,7 @@ class Parameter(Hints):
         weight, bias, gamma, beta, running_mean, running_var or other.
     grad_req : str
         ``"write"``, ``"add"`` or ``"null"`` (frozen). May be set, once the
-        parameter has values: on all devices, from the next forward pass on.
+        parameter has values: from the next forward pass on.
         ValueError for another word, or for a buffer.
     number : int
         Its place among the network's parameters and buffers.

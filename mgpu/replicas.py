@@ -360,7 +360,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             `device` and `all_devices` together.
         RuntimeError
             A device where the network is not, no values yet, or replicas
-            that ``force_reinit`` has made void.
+            that another `initialize` has made void.
         """
         self.check_valid()
         if self.span.wide and self.batch_norm == "per_device" \
@@ -409,7 +409,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         return values
 
     def import_numpy(self, values: Mapping[str, np.ndarray]) -> None:
-        """Write values by name on all devices: what `export_numpy` gave, of
+        """Write values by name to the network: what `export_numpy` gave, of
         this engine or of the other one, each read once. Buffers may have a
         leading axis of length K. A parameter of several layers may come under
         each of its names. Those of kind "other" may be missing, and
@@ -422,7 +422,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             numbers, or finite ones that the parameter's dtype would make
             infinite; all of them are listed. Nothing has changed then.
         RuntimeError
-            Replicas that ``force_reinit`` has made void.
+            Replicas that another `initialize` has made void.
         """
         self.fit_numpy(values)()
 
@@ -527,9 +527,8 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         batch_size : int, optional
             Rows of one pass over all devices, of arrays; by default all.
         device : device, optional
-            Run only there. With ``batch_norm="per_device"`` the devices hold
-            statistics of their own, and by default the rows of each are
-            judged by its own, as in `mgpu.evaluate_accuracy_gpus`.
+            Run only there. All devices use the network's own running
+            statistics.
 
         Returns
         -------

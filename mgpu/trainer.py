@@ -1,4 +1,4 @@
-"""One optimiser step on all devices."""
+"""One optimizer step, of a network on several devices."""
 import contextlib
 import json
 import math
@@ -89,11 +89,11 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         result unless something overflows or vanishes. "dynamic" is the rule
         of ``torch.amp.GradScaler`` with its defaults, on both engines: 2**16
         at first; an update whose summed gradients are not all finite is
-        skipped on all devices and halves the scale; 2000 updates in a row
+        skipped and halves the scale; 2000 updates in a row
         double it. Each update then waits for the gradients.
     nonfinite : {"raise", "skip", "ignore"}, optional
         What `update` does where a summed gradient has a NaN or an infinite
-        element; the same on all devices and in all processes. "raise":
+        element; the same in all processes. "raise":
         `mgpu.errors.NonFiniteGradient`; "skip": nothing, and counts it in
         `skipped_steps`; "ignore": applies it, and does not look. Looking
         waits for the gradients. Default: "skip" with a dynamic scale, which

@@ -153,9 +153,9 @@ def test_a_trainer_finds_no_network(backend):
         with pytest.raises(error, match=text):
             mgpu.Trainer(wrong, "sgd")
     assert mgpu.Trainer(replicas.params()[:2], "sgd").replicas is replicas
-    net = replicas.net
+    net = replicas.net          # which keeps them
     del replicas
-    gc.collect()        # a network owns its replicas
+    gc.collect()
     assert mgpu.Trainer(every, "sgd").replicas.net is net
 
 
@@ -405,7 +405,8 @@ def test_words_of_gluon_for_devices(backend):
         assert replicas.devices == on(0, 1)
         p = replicas.params()[0]
         assert p.list_ctx() == on(0, 1)
-        p.set_data(np.full(p.shape, 7.0))
+        with backend.scope(recording=False):
+            p.data(ctx=devices[0])[...] = 7
         assert (mgpu.to_numpy(p.data(ctx=devices[1])) == 7).all()
     assert mgpu.initialize(mlp(backend), ctx=mgpu.cpu(2), init="xavier"
                            ).devices == on(2)

@@ -96,7 +96,7 @@ SCRIPTS = STEPS / "scripts"
 EXACT = {"mnist": ["--batch-size", "64", "--lr", "0.125", "--momentum",
                    "0.875"], "pictures": [], "sentences": []}
 #: lines of the script in mgpu that its own form does not have, at most
-CHANGED = {"mnist": 6, "pictures": 6, "sentences": 6}
+CHANGED = {"mnist": 6, "pictures": 6, "sentences": 7}
 
 
 def changed(old, new):

@@ -748,7 +748,7 @@ class Network(ABC):
         call too. What is loaded before stays.
 
         Returns whether it does; by default no, and the values are written
-        after `replicate`."""
+        after `place`."""
         return False
 
     # on several devices
@@ -826,14 +826,14 @@ class Network(ABC):
         return None
 
     def prepare(self, options: Options, devices: Sequence[Device]) -> None:
-        """Announce that `replicate` is to make replicas on `devices` with
+        """Announce that `place` is to put the network on `devices` with
         `options`.
 
-        ``hybridize``: passes of the replicas run as compiled code, with the
-        meaning of the network's layers: the same streams of dropout masks,
-        the same running statistics. A replica's first training pass and its
-        first prediction pass are compiled for each shape of inputs, one at a
-        time. Inside `watch_layers`, `use_masks` and `Backend.strict` the
+        ``hybridize``: passes run as compiled code, with the meaning of the
+        network's layers: the same streams of dropout masks, the same running
+        statistics. The first training pass and the first prediction pass are
+        compiled for each shape of inputs, one at a time. Inside
+        `watch_layers`, `use_masks` and `Backend.strict` the
         network runs layer by layer. ``channels_last``: 4-d parameters and
         inputs keep their values and lie in memory with the channels last,
         where the engine has such an order. ``autocast``: passes run with that

@@ -87,7 +87,7 @@ class Parameters(Hints, Mapping):
         return []
 
     def zero_grad(self) -> None:
-        """Set their gradients to zero on all devices, those of frozen ones
+        """Set their gradients to zero, those of frozen ones
         and buffers aside, which have none."""
         for p in self._by_name.values():
             p.zero_grad()

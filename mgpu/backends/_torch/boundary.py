@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from mgpu.backends._torch import strict
+
 _TOKEN = torch.empty(0)
 
 #: run(thunks): the results of thunks, one for each device
@@ -288,7 +290,7 @@ def _plus(total: torch.Tensor | None, g: torch.Tensor | None,
     gradients of leaves may be views of one another."""
     if g is None:
         return total
-    g = g.to(source.device)
+    g = strict.moved(g, source)
     if total is None:
         return g
     return g + total if total.is_sparse and not g.is_sparse else total + g

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from mgpu.backends import containers
 from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Joint, Runner,
@@ -40,7 +41,7 @@ class _Held(NamedTuple):
     """
 
     original: Any
-    version: int
+    version: Any
     value: Any
     size: int | None = None
 
@@ -335,7 +336,9 @@ class DeviceCopies:
                     continue
                 x, place = module.__dict__[name], (id(module), name)
                 one = self._attributes[i].get(place)
-                if one is not None and not _is_valid(one, x, batch):
+                if one is not None and one.size is None and tree.shares(x):
+                    one = None      # a view of a parameter, uncounted
+                elif one is not None and not _is_valid(one, x, batch):
                     one = _part(one, x, i, self.devices[i], batch)
                 if one is None and i and name in tree.values[id(module)]:
                     one = _Held(x, version(x), _clone(x, self.devices[i],
@@ -435,6 +438,9 @@ class DeviceCopies:
                         not in own[first]:
                     self._attributes[i][id(module), name] = _Held(
                         module.__dict__.get(name), 0, x)
+        for i in range(1, len(self._attributes)):   # without examples
+            if i not in changes:
+                self._attributes[i].clear()
         for held in self._attributes:   # written in place on device 0
             for key, one in held.items():
                 held[key] = one._replace(version=version(one.original))
@@ -522,9 +528,11 @@ class DeviceCopies:
         drawn, if they had not `drew` before."""
         results = []
         for i, thunk in zip(devices, thunks, strict=True):
+            cache = parametrize._cache = _Cache()   # which threads share
             with self._meaning.turn(i) as told:
                 results.append(thunk())
-            drew |= told()
+            drew |= told() or cache.used
+        parametrize._cache = {}
         return results, drew
 
     def _backward(self, devices: Sequence[int], thunks: Sequence[Any]
@@ -594,6 +602,16 @@ class DeviceCopies:
                     f"{last}, through a global variable or an object. Use it "
                     "as an attribute of the module.")
         self._checked = tree.key
+
+
+class _Cache(dict[Any, Any]):
+    """Tells whether forward has put something into it."""
+
+    used = False
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.used = True
+        super().__setitem__(key, value)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mgpu.backends._torch import strict
 from mgpu.backends._torch.boundary import Runner
 from mgpu.backends._torch.copies import DeviceCopies
 from mgpu.backends._torch.sync_batch_norm import Synchronized
@@ -38,7 +39,9 @@ class Arrays:
     @staticmethod
     def concat(arrays: Sequence[torch.Tensor], axis: int,
                device: torch.device) -> torch.Tensor:
-        return torch.cat([x.to(device) for x in arrays], axis)
+        first = arrays[0].to(device)
+        return torch.cat([first, *(strict.moved(x, first)
+                                   for x in arrays[1:])], axis)
 
     @staticmethod
     def to_numpy(x: Any) -> np.ndarray:

@@ -28,10 +28,15 @@ def plain_network(net: nn.Module) -> nn.Module:
     return getattr(net, "_orig_mod", net)
 
 
-def version(x: Any) -> int:
-    """Number of in-place writes that torch has counted."""
-    return x._version if isinstance(x, torch.Tensor) \
-        and not x.is_inference() else 0
+def version(x: Any) -> Any:
+    """What changes with the in-place writes that torch has counted, to a
+    tensor or to those in a container."""
+    if isinstance(x, torch.Tensor):
+        return 0 if x.is_inference() else x._version
+    found = containers.parts(x)
+    return 0 if found is None else tuple(
+        (id(value), version(value)) for value in found[1]
+        if not isinstance(value, ATOMS))
 
 
 class Tree:
@@ -75,6 +80,16 @@ class Tree:
             waiting += list(self._found.values())[count:]
         self.modules = waiting
         self.key = tuple((id(m), type(m), m.training) for m in waiting)
+
+    def shares(self, x: Any) -> bool:
+        """Whether an array in `x` has the memory of one of `arrays`."""
+        found = [t for t in containers.arrays_in(
+            x, lambda t: isinstance(t, torch.Tensor))
+            if t.layout is torch.strided]
+        return bool(found) and not {
+            t.untyped_storage().data_ptr() for t in found}.isdisjoint(
+            t.untyped_storage().data_ptr() for t in self.arrays.values()
+            if t.layout is torch.strided)
 
     def _add(self, module: nn.Module) -> None:
         if id(module) in self._found:
