@@ -1,6 +1,5 @@
 """What a forward pass keeps: the network has it, and each device its part."""
 import importlib
-import threading
 import time
 import weakref
 
@@ -497,7 +496,7 @@ KINDS = {"array": (lambda x: x, lambda v: v),
 
 
 @pytest.mark.parametrize("kind, how", [
-    ("array", "put"), ("list", "in place"), ("list", "data"),
+    ("array", "put"), ("list", "in place"),
     ("tuple", "in place"), ("object", "put there"),
     ("beside a weight", "in place")])
 def test_arrays_in_attributes_that_the_user_changes(engine, devices, kind,
@@ -515,9 +514,6 @@ def test_arrays_in_attributes_that_the_user_changes(engine, devices, kind,
         if how == "in place":
             with mgpu.no_grad():
                 x *= 0.75
-        elif how == "data":
-            x = getattr(x, "data", x)
-            x[:] = x * 0.75
         elif how == "put":
             net.holder = make(x * 0.75)
         else:
@@ -841,12 +837,6 @@ def test_a_buffer_with_a_gradient_is_refused_on_several_devices(
 
 # -- what calls of the network itself leave -----------------------------------
 
-class _Locked:
-    """What cannot be copied."""
-
-    def __init__(self, h):
-        self.h, self.lock = h, threading.Lock()
-
 
 def _fills_again(net, x, F):
     if net.kept is None:
@@ -896,12 +886,6 @@ def _carried(net, x, F):
     return h
 
 
-def _carried_beside_a_lock(net, x, F):
-    h = net.a(x) if net.kept is None else net.a(x) + net.kept.h
-    net.kept = _Locked(h.detach())
-    return h
-
-
 def _carried_on_a_layer(net, x, F):
     before = getattr(net.b, "kept", None)
     h = net.a(x) if before is None or net.kept is None else net.a(x) + before
@@ -923,7 +907,6 @@ def _carried_and_caught(net, x, F):
 @pytest.mark.parametrize("forward, batch_norm, how", [
     (_carried, "per_device", "step"), (_carried, "sync", "step"),
     (_carried_and_caught, "per_device", "step"),
-    (_carried_beside_a_lock, "per_device", "hand"),
     (_carried_on_a_layer, "per_device", "step")], ids=name_of)
 @pytest.mark.device_counts(2, 3)
 def test_a_state_that_a_native_call_leaves_is_that_of_all_devices(

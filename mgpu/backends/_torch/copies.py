@@ -324,6 +324,7 @@ class DeviceCopies:
                 memo[id(module)] = memo[id(module._orig_mod)]
         clones: dict[int, Any] = {}
         held: dict[tuple[int, str], _Held] = {}
+        spare: dict[tuple[int, str], _Held] = {}
         attributes, buffers = {}, {}
         for module in tree.modules:
             own = dict(module.__dict__)
@@ -339,6 +340,8 @@ class DeviceCopies:
                 if one is not None and one.size is None and tree.shares(x):
                     one = None      # a view of a parameter, uncounted
                 elif one is not None and not _is_valid(one, x, batch):
+                    if _is_valid(one, x, None):     # of another batch size
+                        spare[place] = one
                     one = _part(one, x, i, self.devices[i], batch)
                 if one is None and i and name in tree.values[id(module)]:
                     one = _Held(x, version(x), _clone(x, self.devices[i],
@@ -355,7 +358,7 @@ class DeviceCopies:
             own = vars(modules[id(module)])
             attributes[id(module)] = dict(own)
             buffers[id(module)] = dict(own["_buffers"])
-        self._attributes[i] = held
+        self._attributes[i] = {**held, **spare}
         written = {} if plain else {
             key: (memo[key], version(memo[key]), memo[key].data_ptr())
             for key in tree.arrays}
@@ -440,7 +443,9 @@ class DeviceCopies:
                         module.__dict__.get(name), 0, x)
         for i in range(1, len(self._attributes)):   # without examples
             if i not in changes:
-                self._attributes[i].clear()
+                self._attributes[i] = {
+                    key: one for key, one in self._attributes[i].items()
+                    if one.version == version(one.original)}
         for held in self._attributes:   # written in place on device 0
             for key, one in held.items():
                 held[key] = one._replace(version=version(one.original))

@@ -30,13 +30,13 @@ def plain_network(net: nn.Module) -> nn.Module:
 
 def version(x: Any) -> Any:
     """What changes with the in-place writes that torch has counted, to a
-    tensor or to those in a container."""
+    tensor or to those in a container, and with what a container holds."""
     if isinstance(x, torch.Tensor):
         return 0 if x.is_inference() else x._version
     found = containers.parts(x)
     return 0 if found is None else tuple(
-        (id(value), version(value)) for value in found[1]
-        if not isinstance(value, ATOMS))
+        value if isinstance(value, ATOMS) else (id(value), version(value))
+        for value in found[1])
 
 
 class Tree:
@@ -152,6 +152,8 @@ def inside(x: Any) -> Iterator[Any]:
     elif isinstance(x, types.MethodType):
         if isinstance(x.__self__, nn.Module):
             yield x.__self__
+    elif isinstance(x, weakref.WeakMethod):
+        yield from inside(x())
     elif isinstance(x, weakref.ref):
         if isinstance(x(), (nn.Module, torch.Tensor)):
             yield x()
@@ -217,6 +219,8 @@ def _rebuilt(x: Any, new: list[Any]) -> Any:
         return made
     if isinstance(x, types.MethodType):
         return types.MethodType(x.__func__, new[0])
+    if isinstance(x, weakref.WeakMethod):
+        return weakref.WeakMethod(_rebuilt(x(), new))
     if isinstance(x, weakref.ref):
         return weakref.ref(new[0])
     if isinstance(x, (set, frozenset)):
