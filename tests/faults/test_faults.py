@@ -182,7 +182,7 @@ def test_every_error_has_a_class_of_the_family():
     # where they were before, with the bases that they had
     for place, name, base in (
             ("mgpu.trainer", "StaleGradientError", RuntimeError),
-            ("mgpu.replica_checks", "ReplicaMismatchError", RuntimeError),
+            ("mgpu.replicas", "ReplicaMismatchError", RuntimeError),
             ("mgpu.training", "NonFiniteLoss", FloatingPointError),
             ("mgpu.losses", "LabelError", ValueError),
             ("mgpu.strict", "CrossDeviceError", RuntimeError),
