@@ -343,16 +343,14 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         device : device, optional
             Take the running statistics of this device.
         all_devices : bool
-            Keep every device's statistics: with more than one device their
-            arrays get a leading axis of length K, and so do other buffers
-            that differ. What a checkpoint of a run with
-            ``batch_norm="per_device"`` needs. Not with `device`.
+            Keep every device's running statistics: with more than one device
+            their arrays get a leading axis of length K. What a checkpoint of
+            a run with ``batch_norm="per_device"`` needs. Not with `device`.
 
         Returns
         -------
         dict of str -> ndarray
-            By default running statistics are the mean over devices, with a
-            UserWarning where they differ: the variance of the means is lost.
+            By default the network's own values.
 
         Raises
         ------
@@ -374,38 +372,12 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             raise ValueError("one device's statistics or those of all are "
                              f"exported; received device={device!r} and "
                              "all_devices=True. Give one of them.")
-        values, differ, others = {}, [], []
+        values = {}
         for p in self.all_parameters():
-            arrays = p.list_data()
-            place = p.place(device)
-            if p.kind not in BUFFERS or len(self.devices) == 1 \
-                    or device is not None:
-                values[p.name] = self.backend.to_numpy(arrays[place])
-                continue
-            every = np.stack([self.backend.to_numpy(x) for x in arrays])
-            own = (every != every[:1]).any()
-            if p.kind not in STATISTICS:
-                values[p.name] = every if own and all_devices else every[0]
-                if own and not all_devices:
-                    others.append(p.name)
-            elif all_devices:
-                values[p.name] = every
-            elif own:
-                differ.append(p.name)
-                values[p.name] = every.mean(axis=0)
-            else:
-                values[p.name] = every[0]
-        if others:
-            warnings.warn(
-                f"{len(others)} buffers that forward passes write differ "
-                f"between devices ({others[0]}, ...); those of "
-                f"{self.devices[0]} were exported. Pass device= to choose.",
-                stacklevel=2)
-        if differ:
-            warnings.warn(
-                f"{len(differ)} running statistics differ between devices "
-                f"({differ[0]}, ...); their mean was exported. Pass "
-                "all_devices=True to keep every device's.", stacklevel=2)
+            every = p.list_data() if all_devices and len(self) > 1 \
+                and p.kind in STATISTICS else [p.data(device)]
+            found = [self.backend.to_numpy(x) for x in every]
+            values[p.name] = np.stack(found) if len(found) > 1 else found[0]
         return values
 
     def import_numpy(self, values: Mapping[str, np.ndarray]) -> None:
@@ -479,9 +451,9 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
 
     def save(self, file: FilePath) -> None:
         """Write weights and buffers to `file` (safetensors with digests),
-        whole or not at all: what `export_numpy` gives, which warns where it
-        does. The same file loads on either engine and any number of devices,
-        and other programs read it; they find one array more, "sha256". With
+        whole or not at all: what `export_numpy` gives. The same file loads on
+        either engine and any number of devices, and other programs read it;
+        they find one array more, "sha256". With
         several processes rank 0 writes, and all call it. Waits for pending
         work. OSError as `mgpu.save_checkpoint`."""
         weight_files.save(self, file)

@@ -154,8 +154,7 @@ class GluonNames:
         `load_parameters` reads the file on either engine, and so does
         ``net.load_parameters`` of a Gluon network with the same layers: its
         names are mgpu's, which are Gluon's paths. Counters that only torch
-        has are left out. Values are those of `export_numpy`, which warns
-        where running statistics differ between devices.
+        has are left out. Values are those of `export_numpy`.
 
         Parameters
         ----------
