@@ -16,14 +16,14 @@ from mgpu import (backends, datasets, environment, host_memory, optimizers,
                   probes, trainer_states)
 from mgpu.arguments import Hints, by_name, is_integer, is_number, one_of
 from mgpu.backends import using_backend
-from mgpu.backends.base import GivenGroup
+from mgpu.backends.base import Memory, OptimizerObject
 from mgpu.collectives import AllReduce, allreduce_many
 from mgpu.collectives.strategies import strategy_of
 from mgpu.compat.gluon import (GluonTrainerNames, check_store, global_norm,
                                replaces_base_lr, without_no_rule)
 from mgpu.compat.pytorch import TorchTrainerNames
 from mgpu.device import as_device
-from mgpu.distributed.strategy import over_processes
+from mgpu.distributed.strategy import over_processes, share_values
 from mgpu.errors import (DeviceError, NonFiniteGradient,
                          StaleGradientError)
 from mgpu.files import FilePath
@@ -56,10 +56,14 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
     optimizer : str, mgpu.optimizers.Optimizer or the framework's own object
         sgd, nag, adam, adamw, adamax, nadam, rmsprop, adagrad, adadelta,
         ftrl, signum, lamb, lars, ftml, dcasgd, sgld, groupadagrad. An object
-        of MXNet's (`mx.optimizer.SGD(...)`) is read before each update, on
-        both engines, and so is a new `torch.optim` object of the network's
-        parameters: what programs and torch's schedules change in its groups
-        counts, and what is in no group is not moved.
+        of any class of `torch.optim` or `mx.optimizer`, or of a class derived
+        from one, updates the network itself: its ``step()`` runs, with its
+        own groups, schedules, hooks and memory. What is in none of a torch
+        object's groups is not moved. Parameters in them that are not the
+        network's, such as those of a loss, are updated too. Their gradients
+        are divided as the others are, and cleared. An object of MXNet's
+        updates a network of either engine (torch's arrays are copied to
+        MXNet and back).
     optimizer_params : dict, optional
         Options of the optimiser under Gluon's names (``learning_rate``,
         ``wd``, ``momentum``, ``clip_gradient``, ...), under torch's with
@@ -151,10 +155,11 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         replicas, self._own = replicas_of(replicas)
         replicas.check_valid()
         options = dict(by_name("optimizer_params", optimizer_params))
-        given = None
+        self._object = None
         if not isinstance(optimizer, (str, optimizers.Optimizer)):
             known = backends.given(optimizer)
-            given = known and known.optimizer(optimizer, replicas.network)
+            self._object = known and known.optimizer(
+                optimizer, replicas.network)
         scheduler = options.pop("lr_scheduler", None)
         if scheduler is not None and lr_scheduler is not None:
             raise ValueError("expected one lr_scheduler; received one as an "
@@ -164,27 +169,16 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         if scheduler is not None:
             known = backends.given(scheduler)
             scheduler = known and known.schedule(scheduler) or scheduler
-        if given and scheduler is not None and not given.takes_schedule:
-            raise ValueError(
-                "the groups of this optimiser object have its rates; received"
-                f" lr_scheduler={scheduler!r} too. Use a schedule of its own "
-                "framework, and call its step().")
         #: Gluon's rescale_grad
         self._rescale = 1.0
-        if isinstance(optimizer, optimizers.Optimizer) or given:
-            if given and given.schedule is not None:
-                if scheduler is not None:
-                    raise ValueError(
-                        "expected one lr_scheduler; received one as an "
-                        "argument and one in the optimiser object. Give one "
-                        "of them.")
-                scheduler = given.schedule
-            if given:
-                self._rescale = given.scale
+        if self._object is not None or isinstance(optimizer,
+                                                  optimizers.Optimizer):
             if options:
                 raise ValueError(
                     "optimizer_params go with an optimiser's name; received "
                     f"{sorted(options)} with an Optimizer object.")
+            if self._object is not None:
+                self._take_object(self._object, scheduler)
             rate_given = True
         else:
             if semantics == "gluon":
@@ -196,20 +190,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                                           **options)
             if semantics == "gluon":
                 rate_given = replaces_base_lr(optimizer.family, rate_given)
-        #: an optimiser object of the framework's own, its rules by group, and
-        #: the rule of each parameter whose group is not the first
-        self._given = given
-        self._rules: list[optimizers.Optimizer] = []
-        self._rule_of: dict[str, optimizers.Optimizer] = {}
-        self._seen: list[dict[str, Any]] = []   # of the rules, as last read
-        self.replicas, passed = replicas, self._own
-        if given:
-            optimizer = self._read_given()
-            if passed is not None and self._own != passed:
-                raise ValueError(
-                    "a Trainer moves what is in the groups of its optimiser "
-                    f"object; received {len(passed)} parameters besides, "
-                    "which are not those. Pass the replicas.")
+        self.replicas = replicas
         names = {p.name for p in replicas.params()}
         lr_mult, wd_mult = (
             {_own_name(name, names, names - set(factors or ())): factor
@@ -241,20 +222,18 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         self._strategy = over_processes(strategy_of(allreduce, "allreduce"),
                                         replicas.span)
         self.optimizer = optimizer
+        self.semantics = (self._object or optimizer).semantics
         self.lr_mult, self.wd_mult = lr_mult, wd_mult
-        self.lr_scheduler = scheduler
-        if scheduler is not None and hasattr(scheduler, "base_lr"):
+        self._lr_scheduler = scheduler
+        if self._object is None and hasattr(scheduler, "base_lr"):
             # Gluon: a rate that was given replaces the schedule's own, and
-            # so does the default rate of some optimisers. (An object of
-            # Gluon's has done that itself.)
-            if given and scheduler is given.schedule:
-                pass
-            elif rate_given:
+            # so does the default rate of some optimisers.
+            if rate_given:
                 scheduler.base_lr = optimizer.learning_rate
             else:
                 optimizer.learning_rate = scheduler.base_lr
         self._schedule = ScheduleState(replicas.backend)
-        self._schedule.meet(scheduler)
+        self._schedule.meet(self.lr_scheduler)
         #: updates so far (see `_next_update`), and by parameter (a skipped
         #: one is not counted)
         self.num_update = 0
@@ -263,8 +242,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         #: in which nadam takes the parameters, by name; empty: `gluon_order`
         #: of an ordinary trainer
         self.update_order: Sequence[str] = ()
-        #: of each rule, checked
-        self._options: list[dict[str, Any]] = []
+        #: of the rule, checked
+        self._options: dict[str, Any] = {}
         #: whose gradients are summed and wait for `update`
         self._summed: list[Parameter] | None = None
         #: whether this process has a part in them, and has had a pass
@@ -282,10 +261,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             return
         world.check_dtypes({p.name: p.dtype for p in self.replicas.params()})
         world.agree("mgpu.Trainer", {
-            "optimizer": repr(self.optimizer),
-            "groups": [*map(repr, self._rules[1:])],
-            "parameters": sorted(self._own or ()),
-            "semantics": self.optimizer.semantics,
+            **self._rule_facts(), "parameters": sorted(self._own or ()),
+            "semantics": self.semantics,
             "schedule": None if self.lr_scheduler is None
             else type(self.lr_scheduler).__name__,
             "lr_mult": self.lr_mult, "wd_mult": self.wd_mult,
@@ -295,10 +272,26 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             "allreduce": repr(self._strategy),
             "grad_req": self.replicas.grad_reqs()},
             "Give every rank the same arguments.")
+        if self._object is not None:
+            share_values([[x] for x in self._object.others()],
+                         self.replicas.span)
+
+    def _rule_facts(self) -> dict[str, Any]:
+        """What all processes have alike, by what it is called."""
+        if self._object is None:
+            return {"options of the optimiser": {
+                "class": type(self.optimizer).__name__, **{
+                    name: repr(x) for name, x
+                    in vars(self.optimizer).items()}}}
+        return {f"group {i} of the optimiser": {
+            "names": sorted(names or ()), "formula": family or type(
+                self.optimizer).__qualname__,
+            **{name: repr(x) for name, x in options.items()}}
+            for i, (names, family, options)
+            in enumerate(self._object.groups())}
 
     def __repr__(self) -> str:
-        rules = [self.optimizer, *self._rules[1:]]
-        return f"Trainer({', '.join(map(repr, rules))}, {self.replicas!r})"
+        return f"Trainer({self.optimizer!r}, {self.replicas!r})"
 
     if not TYPE_CHECKING:
         def __setattr__(self, name, value):
@@ -320,55 +313,68 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         """Whether summed gradients wait for `update`."""
         return self._summed is not None
 
-    # -- an optimiser object of the framework's own --------------------------
+    # -- an optimizer object of a framework ---------------------------------
 
-    def _read_given(self) -> optimizers.Optimizer:
-        """Give the rules the options that the user's object has now; returns
-        that of its first group, which is the trainer's `optimizer`. Raises
-        as `optimizers.create`, and nothing has changed then."""
-        assert self._given is not None
-        rules, groups = self._rules, self._given.read()
-        new = self._rules_of(groups)
-        if self._seen and (self.optimizer is not rules[0]
-                           or [*map(vars, rules)] != self._seen):
-            raise ValueError(
-                "the options of a trainer with an optimiser object are that "
-                f"object's; received others in trainer.optimizer, "
-                f"{self.optimizer!r}. Change the object.")
-        for rule, now in zip(rules, new):
-            if type(rule) is not type(now):
+    def _take_object(self, own: OptimizerObject, schedule: Any) -> None:
+        """Raises ValueError for a schedule or parameters that are not those
+        of the object."""
+        if schedule is not None:
+            if not own.takes_schedule:
                 raise ValueError(
-                    "an optimiser object keeps its formula; received options "
-                    f"of {type(now).__name__} (decoupled_weight_decay) in one"
-                    f" that was read as {type(rule).__name__}. Put them back,"
-                    " or make a new object and a new Trainer.")
-        for rule, now in zip(rules, new):
-            if vars(rule) != vars(now):
-                vars(rule).update(vars(now))
-        rules += new[len(rules):]
-        self._seen = [dict(vars(rule)) for rule in rules]
-        self._rule_of = {name: rule for rule, group in zip(
-            rules[1:], groups[1:]) for name in group.names or ()}
-        named = [group.names for group in groups if group.names is not None]
-        if named:
-            own = frozenset().union(*named)
-            self._own = None if own.issuperset(
-                p.name for p in self.replicas.params()) else own
-        return rules[0]
+                    "the groups of this optimiser object have its rates; "
+                    f"received lr_scheduler={schedule!r} too. Use a schedule "
+                    "of its own framework, and call its step().")
+            if own.schedule is not None:
+                raise ValueError(
+                    "expected one lr_scheduler; received one as an argument "
+                    "and one in the optimiser object. Give one of them.")
+            own.schedule = schedule
+        self._rescale = own.scale
+        names = own.names()
+        if None not in (self._own, names) and self._own != names:
+            raise ValueError(
+                "a Trainer moves what is in the groups of its optimiser "
+                f"object; received {len(self._own or ())} parameters besides,"
+                " which are not those. Pass the replicas.")
+        if names is not None:
+            self._own = None    # groups may be added
 
-    def _rules_of(self, groups: Sequence[GivenGroup]
-                  ) -> list[optimizers.Optimizer]:
-        assert self._given is not None
-        return [optimizers.create(group.family, self._given.semantics,
-                                  **group.options) for group in groups]
+    def rule(self) -> optimizers.Optimizer:
+        """`optimizer` as a rule of mgpu's, with the options that it has now.
+        ValueError for an optimizer object whose formula mgpu does not have,
+        or whose groups have different ones."""
+        if self._object is None:
+            return self.optimizer
+        groups = self._object.groups()
+        if groups[0].family is None or any(
+                group[1:] != groups[0][1:] for group in groups):
+            raise ValueError(
+                "expected an optimizer whose formula mgpu has, with one set "
+                f"of options; received {self.optimizer!r}. Pass a name and "
+                "optimizer_params.")
+        return optimizers.create(groups[0].family, self.semantics,
+                                 **groups[0].options)
 
     # -- rates --------------------------------------------------------------
 
     @property
     def learning_rate(self) -> float:
         """The rate of the last update (of the first one, before it). Of an
-        optimiser object: that of its first group, now."""
+        optimizer object: that of its first group, now."""
         return self.rate(self.num_update)
+
+    @property
+    def lr_scheduler(self) -> Callable[[int], float] | None:
+        """``rate = lr_scheduler(number of the update)``. It may be set."""
+        return self._lr_scheduler if self._object is None \
+            else self._object.schedule
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, schedule: Callable[[int], float] | None) -> None:
+        if self._object is None:
+            self._lr_scheduler = schedule
+        else:
+            self._object.schedule = schedule
 
     def set_learning_rate(self, lr: float) -> None:
         """Use `lr` from the next step on. ValueError under a schedule, which
@@ -381,10 +387,10 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                              "schedule instead.")
         _check_number("the learning rate", lr, ", 0 or more",
                       lambda x: x >= 0)
-        if self._given is not None:
-            self._given.set_learning_rate(float(lr))
-            self._read_given()
-        self.optimizer.learning_rate = float(lr)
+        if self._object is not None:
+            self._object.set_learning_rate(float(lr))
+        else:
+            self.optimizer.learning_rate = float(lr)
 
     def rate(self, num_update: int) -> float:
         """The learning rate of update `num_update`, from 1, before any
@@ -392,9 +398,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         as it was. ValueError or TypeError for a schedule that gives no
         finite number, 0 or more."""
         if self.lr_scheduler is None:
-            if self._given is not None:
-                self._read_given()
-            return self.optimizer.learning_rate
+            return (self._object or self.optimizer).learning_rate
         rate = self._schedule.ask(self.lr_scheduler, max(1, num_update))
         _check_number("what a schedule returns", rate, ", 0 or more",
                       lambda x: x >= 0)
@@ -512,7 +516,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             if clip_norm is not None:
                 self._clip(self._summed or [], clip_norm,
                            whole / self._rescale,
-                           1e-6 if self.optimizer.semantics == "torch"
+                           1e-6 if self.semantics == "torch"
                            else 1e-8)
             self._update(whole)
         self._compared = {"accumulate": len(parts), "clip_norm": clip_norm}
@@ -609,20 +613,12 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             return [value]
         facts = {
             **more, "learning rate": self.rate(self.num_update + 1),
-            "options of the optimiser": {
-                name: repr(x) for name, x in vars(self.optimizer).items()},
-            **{f"options of group {i} of the optimiser": {
-                name: repr(x) for name, x in vars(rule).items()}
-                for i, rule in enumerate(self._rules) if i},
+            **self._rule_facts(),
             "lr_mult, wd_mult and grad_req": {
                 p.name: [*map(float, self.multipliers(p)), p.grad_req]
                 for p in replicas.params()}}
-        if self._rule_of or self._own is not None:
-            numbers = {id(rule): i for i, rule in enumerate(self._rules)}
-            facts["group (None: not trained)"] = {
-                p.name: numbers.get(id(self._rule_of.get(
-                    p.name, self.optimizer)), 0) if self.trains(p) else None
-                for p in replicas.params()}
+        if self._own is not None:
+            facts["parameters"] = sorted(self._own)
         text = json.dumps(facts, sort_keys=True)
         # Short where all agree: a digest, and all facts only of those that
         # do not.
@@ -667,12 +663,19 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
     def _trained(self) -> list[Parameter]:
         """The parameters that this trainer moves now."""
         self.replicas.check_complete()
-        return [p for p in self.replicas.params()
-                if p.grad_req != "null" and self.trains(p)]
+        names = self._names()
+        return [p for p in self.replicas.params() if p.grad_req != "null"
+                and (names is None or p.name in names)]
+
+    def _names(self) -> frozenset[str] | None:
+        """What this trainer moves now; None: all parameters."""
+        names = self._object and self._object.names()
+        return self._own if names is None else names
 
     def trains(self, p: Parameter) -> bool:
         """Whether this trainer moves `p`, unless it is frozen."""
-        return self._own is None or p.name in self._own
+        names = self._names()
+        return names is None or p.name in names
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
         """Sum the gradients over the processes, and take them for `update`.
@@ -694,9 +697,6 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         replicas, backend = self.replicas, self.replicas.backend
         parameters = self._trained()
         with self._voiding(parameters), replicas.span.world.guard():
-            if self._given is not None:
-                self._read_given()
-                parameters = self._trained()
             fresh = {j for j, p in enumerate(parameters)
                      if p in held or backend.is_fresh(p.data())}
             taken = {j for j in fresh
@@ -743,6 +743,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             if not own and not (p.grad_req == "add"
                                 and replicas.span.world.is_main):
                 g[...] = 0
+        if self._object is not None:
+            gradients += self._object.gradients_of_others()
         allreduce_many([[g] for g in gradients], algorithm=self._strategy)
         replicas.carried = [p for p in parameters if p.grad_req == "add"]
 
@@ -874,21 +876,13 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                 raise self._not_finite(parameters)
             scale.backoff()
         else:
-            # Nothing is counted before every state and rate is there.
-            if self._given is not None:
-                self._read_given()
-            number = self._next_update(parameters)
-            with self._schedule.moving():
-                work = self._work(parameters, self.rate(number))
-            counts = {one.name: one.t for one in work}
-            if self.optimizer.has_begin_step:
-                self._begin_step(counts)
-            self._apply(work, self._rescale / batch_size)
-            self._counts.update(counts)
-            self.num_update, self._summed = number, None
+            if self._object is None:
+                self._apply_rule(parameters, self._rescale / batch_size)
+            else:
+                self._step_object(self._object, parameters,
+                                  self._rescale / batch_size)
+            self._summed = None
             scale.succeed()
-            if self._given is not None:
-                self._given.updated()
         datasets.note_step()
         replicas.after_step()
         if debug:
@@ -906,59 +900,63 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             "parameter has changed. Lower the learning rate, look for bad "
             "data, or pass nonfinite='skip'.")
 
+    def _step_object(self, own: OptimizerObject,
+                     parameters: Sequence[Parameter], scale: float) -> None:
+        found = {p.name: p for p in parameters}
+        with self._schedule.moving(own.schedule):
+            own.step({name: found[name].data() for name in sorted(
+                found, key=self.gluon_order())},
+                lambda name: self.multipliers(found[name]), scale,
+                self.loss_scale)
+        for name in found:
+            self._counts[name] = self._counts.get(name, 0) + 1
+        self.num_update = own.count(self.num_update)
+
     def _next_update(self, parameters: Sequence[Parameter]) -> int:
         """Gluon: the largest number of updates that any parameter has had,
         this one included. torch: one more than before."""
-        if self.optimizer.semantics == "torch":
+        if self.semantics == "torch":
             return self.num_update + 1
         return max([self.num_update, *(self._counts.get(p.name, 0) + 1
                                        for p in parameters)])
 
     def _work(self, parameters: list[Parameter], rate: float) -> list[Update]:
         """What is to be done to each parameter; makes missing states."""
-        backend, optimizer, work = self.replicas.backend, self.optimizer, []
-        rules = [rule for rule in (optimizer, *self._rules[1:])
-                 if rule.built_in]
-        if [*map(vars, rules)] != self._options:
-            self._check_options(rules)
+        backend, rule, work = self.replicas.backend, self.optimizer, []
+        if rule.built_in and vars(rule) != self._options:
+            self._check_options(rule)
         for p in parameters:
             name, weight = p.name, p.data()
-            rule, its = self._rule_of.get(name, optimizer), rate
-            if rule is not optimizer and self.lr_scheduler is None:
-                its = rule.learning_rate
             if name not in self._states:
                 self._states[name] = rule.create_state(weight, backend.ops)
             lr_mult, wd_mult = self.multipliers(p)
             _check_number(f"lr_mult of {name!r}", lr_mult)
             _check_number(f"wd_mult of {name!r}", wd_mult)
-            rule.check_rate(its * lr_mult)
+            rule.check_rate(rate * lr_mult)
             work.append(Update(
-                name, weight, backend.grad(weight), its * lr_mult,
+                name, weight, backend.grad(weight), rate * lr_mult,
                 rule.wd * wd_mult,
                 self._counts.get(name, 0) + 1))
         return work
 
-    def _check_options(self, rules: Sequence[optimizers.Optimizer]) -> None:
-        """The user has changed options of an optimiser, or has put another
+    def _check_options(self, rule: optimizers.Optimizer) -> None:
+        """The user has changed options of the optimiser, or has put another
         one in its place."""
-        for optimizer in rules:
-            optimizer.__post_init__()
-            p = next((p for p in self.replicas.params()     # as of all others
-                      if p.name in self._states and self._rule_of.get(
-                          p.name, self.optimizer) is optimizer), None)
-            if p is None:
-                continue
+        rule.__post_init__()
+        p = next((p for p in self.replicas.params()     # as of all others
+                  if p.name in self._states), None)
+        if p is not None:
             kept = self._states[p.name]
             x = p.data()    # a row is enough: rates may change in each step
-            needed = optimizer.create_state(x[:1] if p.shape else x,
-                                            self.replicas.backend.ops)
+            needed = rule.create_state(x[:1] if p.shape else x,
+                                       self.replicas.backend.ops)
             if needed.keys() != kept.keys():
                 raise ValueError(
                     "an optimiser remembers the same things from its first "
-                    f"update on; received {optimizer!r}, which needs "
+                    f"update on; received {rule!r}, which needs "
                     f"{sorted(needed)} of {p.name!r}, where {sorted(kept)} "
                     "is kept. Make a new Trainer.")
-        self._options = [dict(vars(rule)) for rule in rules]
+        self._options = dict(vars(rule))
 
     def _begin_step(self, counts: Mapping[str, int]) -> None:
         # All of the network: places must not depend on which a trainer has.
@@ -978,32 +976,30 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         return trainer_states.by_layer(
             [p.name for p in self.replicas.params()])
 
-    def _apply(self, work: list[Update], scale: float) -> None:
+    def _apply_rule(self, parameters: list[Parameter], scale: float) -> None:
         """The optimiser's rule, for gradients times `scale` and divided by
-        the loss scale."""
-        for optimizer in [self.optimizer, *self._rules[1:]]:
-            self._apply_rule(optimizer, [
-                one for one in work if self._rule_of.get(
-                    one.name, self.optimizer) is optimizer]
-                if self._rule_of else work, scale)
-
-    def _apply_rule(self, optimizer: optimizers.Optimizer,
-                    work: list[Update], scale: float) -> None:
-        backend = self.replicas.backend
-        loss_scale = self.loss_scale
-        if optimizer.elementwise and host_memory.update(
-                backend, optimizer, work, self._states, scale, loss_scale):
-            return
-
-        for one in work:
-            gradient = one.gradient
-            if loss_scale != 1.0:
-                # A division of its own: MXNet reads numbers from text, and
-                # not every quotient of two to the last bit.
-                gradient = gradient / loss_scale
-            optimizer.update(one.weight, gradient * scale,
-                             self._states[one.name], lr=one.lr, wd=one.wd,
-                             t=one.t, ops=backend.ops)
+        the loss scale. Nothing is counted before every state and rate is
+        there."""
+        number, optimizer = self._next_update(parameters), self.optimizer
+        with self._schedule.moving(self.lr_scheduler):
+            work = self._work(parameters, self.rate(number))
+        counts = {one.name: one.t for one in work}
+        if optimizer.has_begin_step:
+            self._begin_step(counts)
+        backend, loss_scale = self.replicas.backend, self.loss_scale
+        if not (optimizer.elementwise and host_memory.update(
+                backend, optimizer, work, self._states, scale, loss_scale)):
+            for one in work:
+                gradient = one.gradient
+                if loss_scale != 1.0:
+                    # A division of its own: MXNet reads numbers from text,
+                    # and not every quotient of two to the last bit.
+                    gradient = gradient / loss_scale
+                optimizer.update(one.weight, gradient * scale,
+                                 self._states[one.name], lr=one.lr,
+                                 wd=one.wd, t=one.t, ops=backend.ops)
+        self._counts.update(counts)
+        self.num_update = number
 
     def clip_global_norm(self, max_norm: float,
                          batch_size: float | None = None) -> float:
@@ -1130,18 +1126,25 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
     def export_states(self) -> TrainerStates:
         """The optimiser's state as NumPy copies, whatever the engine and the
         number of devices. Waits for pending updates."""
-        scale, groups = self._loss_scale, None
-        if self._given is not None:
-            self._read_given()
-            groups = self._given.export()
+        scale, own = self._loss_scale, self._object
+        slots = trainer_states.export_slots(self.replicas.backend,
+                                            self._states)
+        counts, groups = self._counts, None
+        if own is not None:
+            slots, remembered = own.memory()
+            counts, groups = {**counts, **remembered}, own.export()
         return TrainerStates(
-            type(self.optimizer).__name__, self.num_update,
-            self.optimizer.learning_rate, dict(self._counts),
-            trainer_states.export_slots(self.replicas.backend,
-                                        self._states),
+            self._kind(), self.num_update,
+            (own or self.optimizer).learning_rate, dict(counts), slots,
             scale.value if scale.dynamic else None, scale.good_steps,
             scale.skipped_steps, self._schedule.export(self.lr_scheduler),
             groups)
+
+    def _kind(self) -> str:
+        """The class whose states these are."""
+        family = self._object and self._object.groups()[0].family
+        return optimizers.RULES[self.semantics][family].__name__ \
+            if family else type(self.optimizer).__name__
 
     def import_states(self, states: TrainerStates) -> None:
         """Put `export_states` of this or of another trainer back, on all
@@ -1187,37 +1190,46 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                    ) -> Callable[[], None]:
         """A function that does what `import_states` of `saved` would do now,
         and refuses nothing; raises as that does."""
-        replicas, put = self.replicas, None
-        rules: dict[str, optimizers.Optimizer] = {}
-        self.replicas.check_complete()
-        if self._given is not None:
-            groups, put = self._given.fit(saved.groups, saved.learning_rate)
-            rules = {name: rule for rule, group in zip(
-                self._rules_of(groups), groups) for name in group.names or ()}
-        elif len(saved.groups or ()) > 1:
+        replicas, own = self.replicas, self._object
+        replicas.check_complete()
+        # Frozen ones too: they may have been trained before.
+        arrays = {p.name: p.data() for p in replicas.params()}
+        if own is not None:
+            put = own.fit(saved.groups, saved.learning_rate)
+            known = own.groups()[0].family is not None
+            trainer_states.check(saved, source, self._kind(),
+                                 arrays if known else {})
+            if saved.groups is None and known:
+                trainer_states.fit(saved, source, replicas.backend,
+                                   self.rule(), arrays)
+            return partial(self._take, saved, partial(self._put_object, own, (
+                saved.slots, saved.counts), arrays, put))
+        if len(saved.groups or ()) > 1:
             raise ValueError(
                 "states are loaded into as many groups of parameters as they "
                 f"are of; {source} has those of {len(saved.groups or ())} "
                 "groups of an optimiser object. Give the Trainer such an "
                 "object.")
-        return partial(self._take, saved, trainer_states.fit(
-            saved, source, replicas.backend, self.optimizer,
-            # Frozen ones too: they may have been trained before.
-            {p.name: p.data() for p in replicas.params()}, rules), put)
+        return partial(self._take, saved, partial(
+            self._put_rule, saved.learning_rate, trainer_states.fit(
+                saved, source, replicas.backend, self.optimizer, arrays)))
 
-    def _take(self, saved: TrainerStates, states: DeviceState,
-              put: Callable[[], None] | None) -> None:
-        scale = self._loss_scale
+    def _put_object(self, own: OptimizerObject, memory: Memory,
+                    arrays: Mapping[str, Any], put: Callable[[], None]
+                    ) -> None:
+        own.load(memory, arrays)
+        put()
+
+    def _put_rule(self, learning_rate: float, states: DeviceState) -> None:
         self._states = states
+        self.optimizer.learning_rate = learning_rate
+
+    def _take(self, saved: TrainerStates, put: Callable[[], None]) -> None:
+        scale = self._loss_scale
+        put()
         self._schedule.restore(self.lr_scheduler, saved.schedule)
         self._counts, self._summed = dict(saved.counts), None
         self.num_update = saved.num_update
-        self.optimizer.learning_rate = saved.learning_rate
-        if put is not None:
-            if self.lr_scheduler is None:
-                put()
-            self._seen = []
-            self._read_given()
         scale.skipped_steps = saved.skipped_steps
         if scale.dynamic and saved.loss_scale is not None:
             scale.value = saved.loss_scale

@@ -276,7 +276,8 @@ def test_trainer_states(backend, writer):
         assert trainer.num_update == 3
         mgpu.train_batch(*BATCH, replicas, LOSS, trainer)
         gap = relative_difference(flat(replicas), written[kind][1])
-        if gap >= LIMIT:
+        # An object of MXNet's reads its options as float32; 0.2 did not.
+        if gap >= (2e-6 if kind.startswith("mxnet.optimizer") else LIMIT):
             gaps[kind] = gap
         if kind == "loss_scale":
             assert trainer.loss_scale == 2.0 ** 15

@@ -20,7 +20,6 @@ Neutral code may use these directly on native arrays of either engine:
 ``x.reshape(shape)`` (a tuple), ``len(x)``. Everything else goes through
 `Ops`; not ``x.clip``, whose bounds MXNet rounds to float32.
 """
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import (AbstractContextManager, ExitStack, contextmanager,
@@ -458,59 +457,95 @@ class OwnParts(ABC):
         """For the block of one step, which fills what it gives."""
 
 
-class GivenGroup(NamedTuple):
-    """Some parameters, and how an optimiser object of a framework's own moves
-    them, as it is now."""
+class OptimizerGroup(NamedTuple):
+    """Some parameters, and how an optimizer object moves them now."""
 
     #: `Spec.name` of each; None: all that the trainer has
     names: frozenset[str] | None
-    #: a name of `mgpu.optimizers`, such as "sgd"
-    family: str
+    #: a name of `mgpu.optimizers`, such as "sgd"; None: a formula that mgpu
+    #: does not have
+    family: str | None
     #: under mgpu's names, learning_rate and wd too
     options: dict[str, Any]
 
 
-class GivenOptimizer(ABC):
-    """An optimiser object of a framework's own that a trainer was given.
+#: what an optimizer remembers: by parameter and slot, and updates by parameter
+Memory = tuple[dict[tuple[str, str], np.ndarray], dict[str, int]]
 
-    The trainer reads it before each update, since programs and schedules
-    change its options. It never moves a parameter itself."""
 
-    #: by object, that of the trainer whose steps it has taken
-    _owners: ClassVar["weakref.WeakKeyDictionary[Any, weakref.ref[Any]]"] = \
-        weakref.WeakKeyDictionary()
+class OptimizerObject(ABC):
+    """An optimizer of a framework, which a `Trainer` steps.
+
+    Its options, its memory and its schedule are its own. Programs and
+    schedules may change them at any time."""
 
     #: whose formulas
     semantics: str
-    #: ``rate = schedule(number of the update)``, where the object has one
-    schedule: Callable[[int], float] | None = None
     #: what the gradients are multiplied by, besides the division by the batch
     scale: float = 1.0
-    #: whether a schedule of the trainer's may replace its rate
+    #: whether `schedule` may be set
     takes_schedule: bool = True
-
-    def set_learning_rate(self, rate: float) -> None:
-        """Do what `Trainer.set_learning_rate` says to the object itself."""
-        raise ValueError(
-            "the learning rate is the optimiser object's own; received "
-            f"{rate!r}. Set it there: the trainer reads it before each "
-            "update.")
-
-    def load_learning_rate(self, rate: float) -> None:
-        """States were loaded, which were saved with this rate."""
-        return
 
     def __init__(self, x: Any) -> None:
         self.object = x
 
-    def updated(self) -> None:
-        """The trainer has applied an update."""
-        self._owners[self.object] = weakref.ref(self)
+    #: ``rate = schedule(number of the update)``, where it has one
+    schedule: Callable[[int], float] | None = None
 
-    def taken(self) -> bool:
-        """Whether another trainer has stepped with the object."""
-        owner = self._owners.get(self.object)
-        return owner is not None and owner() is not self
+    @property
+    @abstractmethod
+    def learning_rate(self) -> float:
+        """Of the first group, without a schedule."""
+
+    @abstractmethod
+    def set_learning_rate(self, rate: float) -> None:
+        """ValueError for groups with different rates."""
+
+    def names(self) -> frozenset[str] | None:
+        """The network's parameters that it moves now; None: all that the
+        trainer has."""
+        return None
+
+    def others(self) -> list[Array]:
+        """What it moves besides: the parameters of a loss, for example."""
+        return []
+
+    def gradients_of_others(self) -> list[Array]:
+        """Of each of `others`; zeros where there was none."""
+        return []
+
+    @abstractmethod
+    def step(self, arrays: Mapping[str, Array],
+             factors: Callable[[str], tuple[float, float]], scale: float,
+             loss_scale: float) -> None:
+        """Update `arrays`, by the gradients that they have, times `scale`
+        and divided by `loss_scale`. Gradients stay as they are; those of
+        `others` are cleared.
+
+        Parameters
+        ----------
+        arrays : mapping of str -> native array
+            By `Spec.name`, in Gluon's order.
+        factors : callable
+            By name, what the rate and the weight decay are multiplied by.
+        """
+
+    def count(self, before: int) -> int:
+        """The number of updates behind a step."""
+        return before + 1
+
+    @abstractmethod
+    def groups(self) -> list[OptimizerGroup]:
+        """Its groups with the options that they have now."""
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """Copies. Slots are those of `mgpu.optimizers` where mgpu has the
+        formula."""
+
+    @abstractmethod
+    def load(self, memory: Memory, arrays: Mapping[str, Array]) -> None:
+        """Put `memory` back."""
 
     def export(self) -> list[dict[str, Any]] | None:
         """For each group its names and all its options, as JSON has them;
@@ -518,16 +553,10 @@ class GivenOptimizer(ABC):
         return None
 
     def fit(self, saved: Sequence[Mapping[str, Any]] | None, rate: float
-            ) -> tuple[list[GivenGroup], Callable[[], None]]:
-        """What `read` returns once `export` is put back (None: only the
-        rate of the first group is known), and a function that does that.
-        ValueError for those of other groups."""
-        return self.read(), partial(self.load_learning_rate, rate)
-
-    @abstractmethod
-    def read(self) -> list[GivenGroup]:
-        """Its groups, in one order, to which new ones may be added. An Error
-        that names what has no counterpart here."""
+            ) -> Callable[[], None]:
+        """A function that puts `export` back (None: the rate of the first
+        group is all that is known). ValueError for other groups."""
+        return partial(self.set_learning_rate, rate)
 
 
 class GivenInitializer(ABC):
@@ -550,7 +579,7 @@ class Given:
     kind that has no counterpart. See `mgpu.backends.given`."""
 
     def optimizer(self, x: Any, network: "Network"
-                  ) -> GivenOptimizer | None:
+                  ) -> OptimizerObject | None:
         """An optimiser, for a trainer of `network`."""
         return None
 

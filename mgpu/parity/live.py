@@ -106,6 +106,7 @@ class LiveRun(Run):
 
     def _update_rule(self, backend: base.Backend) -> UpdateRule:
         trainer, params = self.trainer, self.replicas.params()
+        rule = trainer.rule()
         if not params:
             raise ValueError(
                 "a comparison trains; received a network on "
@@ -115,8 +116,7 @@ class LiveRun(Run):
         def last_rate(name: str, num_update: int) -> float:
             return trainer.rate(num_update) * factors[name][0]
         return UpdateRule(
-            trainer.optimizer, sorted(trainer.optimizer.create_state(
-                params[0].data(), backend.ops)),
+            rule, sorted(rule.create_state(params[0].data(), backend.ops)),
             {name: lr for name, (lr, _) in factors.items()},
             {name: wd for name, (_, wd) in factors.items()},
             sorted(factors, key=trainer.gluon_order()), last_rate)
@@ -173,7 +173,7 @@ class LiveRun(Run):
     def load_memory(self, states: TrainerStates) -> None:
         """Set the optimiser's memory, but not the class and the rate of the
         other side."""
-        own = self.trainer.optimizer
+        own = self.trainer.rule()
         self.trainer.import_states(states._replace(
             optimizer=type(own).__name__, learning_rate=own.learning_rate,
             schedule=None,
