@@ -532,13 +532,26 @@ class DeviceCopies:
         """The results of the devices' thunks, and whether one of them has
         drawn, if they had not `drew` before."""
         results = []
-        for i, thunk in zip(devices, thunks, strict=True):
-            cache = parametrize._cache = _Cache()   # which threads share
-            with self._meaning.turn(i) as told:
-                results.append(thunk())
-            drew |= told() or cache.used
-        parametrize._cache = {}
+        with self._threads_of_devices(len(thunks)):
+            for i, thunk in zip(devices, thunks, strict=True):
+                cache = parametrize._cache = _Cache()   # which threads share
+                with self._meaning.turn(i) as told:
+                    results.append(thunk())
+                drew |= told() or cache.used
+            parametrize._cache = {}
         return results, drew
+
+    @contextlib.contextmanager
+    def _threads_of_devices(self, count: int) -> Iterator[None]:
+        """Inside the block an operation uses as many threads as in passes of
+        `count` devices at the same time: the same sums, to the bit."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(
+            self._run([torch.get_num_threads] * count)[0])
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def _backward(self, devices: Sequence[int], thunks: Sequence[Any]
                   ) -> list[Any]:
