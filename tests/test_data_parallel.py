@@ -311,11 +311,17 @@ def test_two_backward_passes(backend, devices):
 
 @ON_TORCH
 def test_hooks_on_parameters_see_the_sum_once(backend, devices):
+    import torch
+
     def script(wrap):
-        net, seen = wrap(torch_net()), []
+        plain, seen = torch_net(), []
+        plain.unused = torch.nn.Linear(2, 2)
+        net = wrap(plain)
         for p in net.parameters():
             p.register_hook(lambda g: (seen.append(g.abs().sum().item()),
                                        g * 2)[1])
+            p.register_post_accumulate_grad_hook(
+                lambda p: seen.append(p.grad.abs().sum().item()))
         found = torch_loop(net)
         return [*found, sorted(seen)]
     same(script, devices)

@@ -578,9 +578,7 @@ class Run:
 
     def _finish(self, n: int) -> None:
         pair = self.pair
-        for g in pair.reference.gradients()[0]:
-            g /= n      # by itself: Gluon's rescale_grad is a float32
-        pair.reference.step()
+        pair.reference.step(n)
         for schedule in pair.schedules:
             schedule.step()
         self._abandon(done=True)

@@ -104,6 +104,7 @@ NO_NUMBERS = {
                      "Replicas.complete", "Parameter.write",
                      "Trainer.loss_scale", "Trainer.skipped_steps",
                      "Trainer.pending", "Trainer.summed", "Trainer.trains",
+                     "Trainer.lr_scheduler", "Trainer.rule",
                      "Replicas.buffers", "Replicas.grad_reqs", "Replicas.net",
                      "Replicas.joint", "Replicas.moved", "Replicas.digest",
                      "Replicas.statistics", "Parameter.dtype",

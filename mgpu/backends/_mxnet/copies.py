@@ -69,7 +69,8 @@ class ContextCopies:
         #: by device: see `BlockTree`
         self._arrays: list[dict[int, Any]] = [{} for _ in contexts]
         self._count = 0         # of devices in the last recorded pass
-        self._before: dict[Place, Any] = {}     # the last device's states
+        #: before the last pass: the network's attributes, the last device's
+        self._before: tuple[dict[Place, Any], dict[Place, Any]] = {}, {}
 
     def run(self, calls: Mapping[int, Call], batch: Batch) -> dict[int, Any]:
         """Call the network on devices.
@@ -113,8 +114,13 @@ class ContextCopies:
         def own(x: Any) -> Any:
             return x.copyto(context) if is_array(x) else copy.deepcopy(x)
         with self._lock, autograd.pause(), mx.Context(context):
-            tree = BlockTree(self.net, context, {}, {
-                place: own(x) for place, x in self._before.items()})
+            now, (before, states) = state_of(view_of(self.net)), self._before
+            set_states(self.net, before)
+            try:
+                tree = BlockTree(self.net, context, {}, {
+                    place: own(x) for place, x in states.items()})
+            finally:
+                set_states(self.net, now)
             for _, new in tree.blocks:
                 new.__dict__.update(_forward_hooks={}, _forward_pre_hooks={})
             try:
@@ -166,7 +172,6 @@ class ContextCopies:
         self.check_count(len(active))
         trains = autograd.is_recording() and autograd.is_training()
         states = self._states.begin(active, batch)
-        self._before = states[active[-1]]
         gates = self._gates(len(active))
         # Copies are queued before device 0's pass, which keeps it busy.
         sources = {key: gate for key, (_, gate) in gates.items()}
@@ -175,6 +180,7 @@ class ContextCopies:
             self._statistics.begin(i) if trains else {})
             for i in active if i}
         earlier = state_of(view_of(net))
+        self._before = earlier, states[active[-1]]
         set_states(net, states.get(0, {}))
         views = {i: trees[i].view() if i else view_of(net) for i in active}
         before = state_of(views[active[0]])

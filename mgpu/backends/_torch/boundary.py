@@ -7,11 +7,11 @@ roots of all devices as outputs. Its backward pass runs the devices' graphs,
 at the same time, and returns the sums over the devices. To everything outside
 of it, this is plain autograd.
 """
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,7 +142,7 @@ class Joint:
                     [r for r, _ in pairs], [h for _, h in pairs],
                     retain_graph=any(keep for *_, keep in work.values()))
             else:
-                self.run(list(work), [functools.partial(thunk, i)
+                self.run(list(work), [partial(thunk, i)
                                       for i in work])
             totals: list[torch.Tensor | None] = [None] * len(sources)
             for graph, *_ in work.values():
@@ -187,7 +187,7 @@ class Joint:
                 [r for r, _ in pairs], list(work[i][0].leaves.values()),
                 [h for _, h in pairs], create_graph=True, allow_unused=True)
         found = dict(zip(work, self.run(list(work), [
-            functools.partial(thunk, i) for i in work]), strict=True))
+            partial(thunk, i) for i in work]), strict=True))
         outer = self.connect({i: DeviceGraph(
             leaves[i], [g for g in found[i]
                         if g is not None and g.requires_grad], retained=True)
@@ -231,7 +231,11 @@ class _Boundary(torch.autograd.Function):
             totals = run(work, ctx.sources)
         for source, total in zip(ctx.sources, totals, strict=True):
             if total is None and source._backward_hooks:
-                _skip_none(source._backward_hooks)
+                _during_pass(source._backward_hooks, lambda hook: lambda g:
+                             None if g is None else hook(g))
+            if total is None and source._post_accumulate_grad_hooks:
+                _during_pass(source._post_accumulate_grad_hooks, partial(
+                    _if_new, *_gradient_of(source)))
         return None, None, None, *totals
 
 
@@ -313,12 +317,12 @@ def _check_attributes(work: Mapping[int, tuple[DeviceGraph, Any, bool]],
                 "forward.")
 
 
-def _skip_none(hooks: dict[int, Any]) -> None:
-    """Call `hooks` with no None in this backward pass: torch calls none of a
-    tensor without a gradient, but those of a node's inputs."""
+def _during_pass(hooks: dict[int, Any], change: Callable[[Any], Any]) -> None:
+    """Put ``change(hook)`` in the place of each of `hooks` for the rest of
+    this backward pass: of a node's inputs, torch calls those of a tensor
+    that no gradient has reached too."""
     before = dict(hooks)
-    for key, hook in before.items():
-        hooks[key] = lambda g, hook=hook: None if g is None else hook(g)
+    hooks.update({key: change(hook) for key, hook in before.items()})
     during = dict(hooks)
 
     def restore() -> None:
@@ -326,3 +330,16 @@ def _skip_none(hooks: dict[int, Any]) -> None:
             if hooks.get(key) is during[key]:
                 hooks[key] = hook
     torch.autograd.Variable._execution_engine.queue_callback(restore)
+
+
+def _gradient_of(x: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    return x.grad, 0 if x.grad is None else x.grad._version
+
+
+def _if_new(grad: torch.Tensor | None, version: int, hook: Any) -> Any:
+    """`hook`, which is called if the gradient is not as it was."""
+    def called(x: torch.Tensor) -> None:
+        now, count = _gradient_of(x)
+        if now is not grad or count != version:
+            hook(x)
+    return called

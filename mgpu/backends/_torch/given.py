@@ -51,12 +51,12 @@ class TorchOptimizer(base.OptimizerObject):
                 f"{type(network.net).__name__}; received a {_name(x)} that "
                 "has none of them. Make it from replicas.net.parameters().")
 
-    def _params(self) -> list[Any]:
+    def _held(self) -> list[Any]:
         return [x for group in self.object.param_groups
                 for x in group["params"]]
 
     def _named(self) -> list[tuple[Any, str | None]]:
-        found = self._params()
+        found = self._held()
         return [*zip(found, self._network.names_of(found), strict=True)]
 
     # -- what it moves ------------------------------------------------------
