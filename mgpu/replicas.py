@@ -881,12 +881,19 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
         """Passes in the block meet those of other processes: these hear of an
-        error in it."""
+        error in it. Buffers are as before it then, as on those that the
+        error kept from their backward pass."""
+        before = [(p, self.backend.to_numpy(p.data()))
+                  for p in (self.buffers() if self.joint and self.span.wide
+                            and self.complete else ())]
         try:
             yield
         except BaseException as error:
             if self.joint:
                 self.span.world.tell_once(error)
+            with self.backend.scope(recording=False):
+                for p, value in before:
+                    p.write(value)
             raise
 
     def _begin_pass(self, rows: bool) -> list[bool]:

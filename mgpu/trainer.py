@@ -283,7 +283,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                 "class": type(self.optimizer).__name__, **{
                     name: repr(x) for name, x
                     in vars(self.optimizer).items()}}}
-        return {f"group {i} of the optimiser": {
+        return {f"options of group {i} of the optimiser": {
             "names": sorted(names or ()), "formula": family or type(
                 self.optimizer).__qualname__,
             **{name: repr(x) for name, x in options.items()}}

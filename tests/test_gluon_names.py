@@ -17,7 +17,8 @@ from helpers import assert_bit_equal, mlp, on, using_engine
 from mgpu.compat import mxnet as names
 from nets import dense_norm
 from steps import (DYADIC, assert_close, assert_unchanged, backward, batch,
-                   double_states, gradients, initialize, train, trained_by_gluon, values)
+                   double_states, gradients, initialize, train,
+                   trained_by_gluon, values)
 
 if "mxnet" in BACKENDS:
     mgpu.mxnet_compat()         # what it sets is no test's

@@ -94,7 +94,8 @@ class MXNetOptimizer(base.OptimizerObject):
         try:
             weights = [*map(self._native, arrays.values())]
             if indices:
-                self._updater(indices, [*map(self._native, gradients)], weights)
+                self._updater(indices, [*map(self._native, gradients)],
+                              weights)
         finally:
             x.rescale_grad = rescale
         for a, w in zip(arrays.values(), weights, strict=True):
