@@ -310,6 +310,40 @@ def test_two_backward_passes(backend, devices):
 
 
 @ON_TORCH
+@COUNTS
+@pytest.mark.parametrize("lengths", [(5, 4, 4, 2), (2, 4, 5, 3, 4)],
+                         ids=["sorted", "unsorted"])
+def test_packed_sequences_are_split_by_their_examples(backend, devices,
+                                                      lengths):
+    import torch
+    from torch import nn
+    from torch.nn.utils import rnn
+
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.out = nn.LSTM(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            y, (h, _) = self.layer(x)
+            return y, h, self.out(h[-1])
+
+    def script(wrap):
+        torch.manual_seed(1)
+        net = Tagger().double()
+        net, layer = wrap(net), net.layer
+        x = rnn.pack_sequence([
+            torch.randn(n, 3).double().requires_grad_() for n in lengths],
+            enforce_sorted=lengths[0] == 5)
+        y, h, out = net(x)
+        assert isinstance(y, rnn.PackedSequence)
+        (y.data.square().sum() + h.sum() + out.square().mean()).backward()
+        return [*(z.detach().numpy().ravel() for z in (
+            y.data, y.batch_sizes, h, out, layer.weight_ih_l0.grad))]
+    same(script, devices)
+
+
+@ON_TORCH
 def test_hooks_on_parameters_see_the_sum_once(backend, devices):
     import torch
 

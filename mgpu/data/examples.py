@@ -37,12 +37,19 @@ class Arrays(Protocol):
     def to_numpy(self, x: Any) -> np.ndarray:
         """A copy on the host."""
 
+    def sequences(self, x: Any) -> list[Any] | None:
+        """The examples of a packed batch of sequences; None for all else."""
+
+    def packed(self, sequences: Sequence[Any], like: Any) -> Any:
+        """A packed batch of them, in order of length if `like` is."""
+
 
 class _Argument(NamedTuple):
     name: str
     value: Any
     axis: Any           # of its examples; `list`: an item each; None: whole
     explicit: bool      # the user has named it
+    packed: Any = None  # the packed batch that `value` has been
 
 
 class BatchSplit:
@@ -163,7 +170,10 @@ class BatchSplit:
             return array.concat([x, array.take(x, axis, 0, 1, device)], axis,
                                 device)
         values = [one.value if one.axis is None
-                  else [*one.value, one.value[0]] if one.axis is list
+                  else [*one.value, one.value[0]]
+                  if one.axis is list and one.packed is None
+                  else array.packed([*one.value, one.value[0]], one.packed)
+                  if one.axis is list
                   else containers.replace(one.value, array.is_array,
                                           partial(more, one.axis))
                   for one in self._arguments(args, kwargs)]
@@ -194,10 +204,16 @@ class BatchSplit:
                             "it in batch_axis or whole. Its arguments are "
                             f"{', '.join(self._names)}.")
         default = 0 if isinstance(self._axis, Mapping) else self._axis
-        return [_Argument(name, x, None if name in self._whole
-                          else axes.get(name, default), name in axes)
-                for name, x in zip(names, (*args, *kwargs.values()),
-                                   strict=True)]
+        found = []
+        for name, x in zip(names, (*args, *kwargs.values()), strict=True):
+            if name in self._whole:
+                found.append(_Argument(name, x, None, False))
+            elif (items := self._arrays.sequences(x)) is not None:
+                found.append(_Argument(name, items, list, True, x))
+            else:
+                found.append(_Argument(name, x, axes.get(name, default),
+                                       name in axes))
+        return found
 
     def _parts(self, one: _Argument, first: Any, size: int,
                devices: Sequence[Any], bounds: Sequence[tuple[int, int]]
@@ -220,11 +236,13 @@ class BatchSplit:
             split = True
             return arrays.take(x, one.axis, start, stop, device)
         if one.axis is list:
-            return [containers.replace(
+            items = [containers.replace(
                 one.value[start:stop], arrays.is_array,
                 partial(arrays.to, device=device))
                 for device, (start, stop) in zip(devices, bounds,
                                                  strict=True)]
+            return items if one.packed is None else [
+                arrays.packed(own, one.packed) for own in items]
         parts = [containers.replace(one.value, arrays.is_array,
                                     partial(part, device, start, stop))
                  for device, (start, stop) in zip(devices, bounds,
@@ -361,6 +379,11 @@ class _Joiner(NamedTuple):
         if any(type(other) is not type(x) for other in xs):
             raise ValueError(f"{name} has other types on other devices: "
                              f"{', '.join(type(x).__name__ for x in xs)}.")
+        items = list(map(self.arrays.sequences, xs))
+        if items[0] is not None:
+            return self.arrays.packed([
+                self.arrays.to(item, self.device) for own in items
+                for item in own or ()], x)
         found = containers.parts(x)
         if found is None:
             if not all(other is x or np.all(other == x) for other in xs):

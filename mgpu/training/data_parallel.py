@@ -36,6 +36,7 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
     batch_axis : int or dict
         The axis of the examples: one for all arguments, or by argument name.
         ``list`` as an axis stands for a list with an item for each example.
+        A torch ``PackedSequence`` is split by its sequences.
     whole : sequence of str
         Names of arguments that every device gets as they are.
 

@@ -27,6 +27,14 @@ class Arrays:
     def is_array(x: Any) -> bool:
         return isinstance(x, (mx.nd.NDArray, np.ndarray))
 
+    @staticmethod
+    def sequences(x: Any) -> None:
+        """MXNet has no packed batches."""
+
+    @staticmethod
+    def packed(sequences: Sequence[Any], like: Any) -> Any:
+        raise NotImplementedError
+
     @classmethod
     def take(cls, x: Any, axis: int, start: int, stop: int, device: Any
              ) -> Any:

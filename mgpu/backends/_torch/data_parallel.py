@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import rnn
 
 from mgpu.backends._torch import strict
 from mgpu.backends._torch.boundary import Runner
@@ -47,6 +48,16 @@ class Arrays:
     def to_numpy(x: Any) -> np.ndarray:
         return x if isinstance(x, np.ndarray) \
             else x.detach().cpu().double().numpy()
+
+    @staticmethod
+    def sequences(x: Any) -> list[Any] | None:
+        return rnn.unpack_sequence(x) if isinstance(x, rnn.PackedSequence) \
+            else None
+
+    @staticmethod
+    def packed(sequences: Sequence[Any], like: Any) -> Any:
+        return rnn.pack_sequence(list(sequences),
+                                 enforce_sorted=like.sorted_indices is None)
 
 
 class DataParallel(Wrapper, nn.Module):
