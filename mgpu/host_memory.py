@@ -175,8 +175,9 @@ def update(backend: Backend, optimizer: Any, work: Sequence[Update],
         [one.weight for one in work])
     for one, new in zip(work, numbers, strict=True):
         # Numbers that the rule has replaced, the same for every block.
-        states[one.name].update(
-            (s, x) for s, x in new.items() if not backend.is_native(x))
+        if new:
+            states[one.name].update(
+                (s, x) for s, x in new.items() if not backend.is_native(x))
     return True
 
 
@@ -204,8 +205,8 @@ def update_blocks(optimizer: Any, work: Sequence[Update],
     with np.errstate(all="ignore"):     # as the engines
         for one, (weight, gradient, slots), new in zip(
                 work, views, numbers, strict=True):
-            low, high = (min(max(x, 0), weight.nbytes) // weight.itemsize
-                         for x in (begin, end))
+            low = max(begin, 0) // weight.itemsize
+            high = min(end, weight.nbytes) // weight.itemsize
             begin, end = begin - weight.nbytes, end - weight.nbytes
             step = max(1, UPDATE_BLOCK // weight.itemsize)
             for at in range(low, high, step):
@@ -216,8 +217,9 @@ def update_blocks(optimizer: Any, work: Sequence[Update],
                     weight[part],
                     _unscaled(gradient[part], loss_scale) * scale, block,
                     lr=one.lr, wd=one.wd, t=one.t, ops=HOST_OPS)
-                new.update((s, x) for s, x in block.items()
-                           if s not in slots)
+                if len(block) > len(slots):
+                    new.update((s, x) for s, x in block.items()
+                               if s not in slots)
 
 
 def _unscaled(gradient: np.ndarray, loss_scale: float) -> np.ndarray:

@@ -53,7 +53,7 @@ def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int,
         `k` structures like `data`; number i holds entry i of each result.
         Anything else goes to each of them as it is.
     """
-    if hasattr(data, "shape") and not isinstance(data, np.generic):
+    if _is_array(data):
         return function(data)
     if isinstance(data, Mapping):
         own = isinstance(data, (dict, UserDict))    # what can be written to
@@ -82,6 +82,10 @@ def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int,
     if whole is not None:
         whole(data)
     return [data] * k
+
+
+def _is_array(data: Any) -> bool:
+    return hasattr(data, "shape") and not isinstance(data, np.generic)
 
 
 def _made_anew(data: Any, row: list[Any]) -> Any:
@@ -138,6 +142,8 @@ def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
 def leaves(data: Any) -> list[Any]:
     """Everything in `data` that holds no other data, in order; without
     None."""
+    if hasattr(data, "shape"):
+        return [data]
     if isinstance(data, Mapping):
         data = list(data.values())
     if isinstance(data, (list, tuple)) and not _is_numbers(data):
@@ -147,6 +153,8 @@ def leaves(data: Any) -> list[Any]:
 
 def row_counts(data: Any) -> list[int]:
     """The number of rows of each array in `data`."""
+    if _is_array(data):
+        return [data.shape[0] if data.shape else 1]
     found: list[int] = []
     map_leaves(lambda x: found.append(x.shape[0] if x.shape else 1), data)
     return found
@@ -185,6 +193,8 @@ def is_empty(data: Any) -> bool:
     or the first of several inputs is None or an empty list, or all of those
     by name are None."""
     first = data[0] if isinstance(data, tuple) and data else data
+    if _is_array(first):
+        return 0 in first.shape
     if isinstance(first, Kwargs) and all(x is None for x in first.values()):
         first = None
     if first is None or isinstance(first, (list, tuple)) and not first:

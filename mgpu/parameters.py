@@ -124,10 +124,15 @@ class Parameter(Hints):
             spec = self._replicas.network.specs()[self.number]
             self.spec = self.spec._replace(shape=spec.shape, dtype=spec.dtype)
 
+    def multipliers(self) -> tuple[float, float]:
+        """`lr_mult` and `wd_mult`."""
+        lr_mult, wd_mult = self._replicas.network.multipliers(self.number)
+        return (lr_mult if self._lr_mult is None else self._lr_mult,
+                wd_mult if self._wd_mult is None else self._wd_mult)
+
     @property
     def lr_mult(self) -> float:
-        own, _ = self._replicas.network.multipliers(self.number)
-        return own if self._lr_mult is None else self._lr_mult
+        return self.multipliers()[0]
 
     @lr_mult.setter
     def lr_mult(self, factor: float) -> None:
@@ -135,8 +140,7 @@ class Parameter(Hints):
 
     @property
     def wd_mult(self) -> float:
-        _, own = self._replicas.network.multipliers(self.number)
-        return own if self._wd_mult is None else self._wd_mult
+        return self.multipliers()[1]
 
     @wd_mult.setter
     def wd_mult(self, factor: float) -> None:

@@ -77,6 +77,32 @@ class _Owned:
         return _Owned()
 
 
+class _Claim:
+    """The block of `Replicas.owned`."""
+
+    def __init__(self, replicas: "Replicas") -> None:
+        self._replicas = weakref.proxy(replicas)
+        self._owner: list[Any] = []
+        self._claiming = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._claiming:
+            me = _thread.get()
+            if me is None:
+                me = object()
+                _thread.set(me)
+            if self._owner and self._owner[-1] is not me:
+                raise RuntimeError(
+                    "one thread at a time uses the replicas of a network; "
+                    "received a call while another thread runs or trains "
+                    "them. Give each thread a network of its own.")
+            self._replicas.check_valid()
+            self._owner.append(me)
+
+    def __exit__(self, *_: Any) -> None:
+        self._owner.pop()
+
+
 class ReplicaView(Hints):
     """A network on one device of a `Replicas`: ``replicas[i](x)``.
 
@@ -156,8 +182,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         self._completing = threading.Lock()
         self._views = [ReplicaView(self, i) for i in range(len(devices))]
         self._found: list[Parameter] | None = None
-        self._owner: list[Any] = []         # see `owned`
-        self._claiming = threading.Lock()
+        self._claim = _Claim(self)          # see `owned`
         self._split = BatchSplit([p.name for p in network.inputs()], 0, (),
                                  backend.batch_arrays)
         #: over processes: parameters whose gradients hold the sum of all
@@ -215,7 +240,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             if any(spec.shape is None for spec in self.network.specs()):
                 if inputs is None:
                     return
-                with _explained([inputs]):
+                with _Explained([inputs]):
                     self.network.infer_shapes(
                         inputs, device or self.devices[0])
             specs = self.network.specs()
@@ -257,8 +282,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             "Make the same network on every rank.")
         share_values([[p.data()] for p in self.all_parameters()], self.span)
 
-    @contextlib.contextmanager
-    def owned(self) -> Iterator[None]:
+    def owned(self) -> AbstractContextManager[None]:
         """Inside the block, no other thread may use these replicas, but for
         the threads that `mgpu.parallel` starts. It does not wait.
 
@@ -268,26 +292,12 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             Another thread uses them, or another `initialize` of the network
             has made them void.
         """
-        with self._claiming:
-            me = _thread.get()
-            if me is None:
-                me = object()
-                _thread.set(me)
-            if any(other is not me for other in self._owner):
-                raise RuntimeError(
-                    "one thread at a time uses the replicas of a network; "
-                    "received a call while another thread runs or trains "
-                    "them. Give each thread a network of its own.")
-            self.check_valid()
-            self._owner.append(me)
-        try:
-            yield
-        finally:
-            self._owner.pop()
+        return self._claim
 
     def check_valid(self) -> None:
         """Raise RuntimeError if another `initialize` has made them void."""
-        if self.complete and _initialized.get(self.net) is not self.devices:
+        if self._draw is None \
+                and vars(self.network.net)[_OWNED].replicas is not self:
             raise RuntimeError(
                 "these replicas are void: the network was initialized again. "
                 "Use what that call returned.")
@@ -663,7 +673,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             self._complete(row, self.devices[i])
             self._begin([i])
             calls = {i: base.apart(row)}
-            with _explained([row]):
+            with _Explained([row]):
                 return self.network.run(
                     calls, self._joining(calls).batch())[i]
 
@@ -726,7 +736,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         joining = self._joining(calls, labels)
         run = partial(self.network.run, calls, joining.batch())
         outputs: dict[int, Any] = {}
-        with _explained(list(rows.values())), probes.stage(
+        with _Explained(list(rows.values())), probes.stage(
                 "compute", "forward", self.devices,
                 lambda: [outputs.get(i) for i in range(len(self))],
                 list(rows)):
@@ -1044,14 +1054,19 @@ def _under_one_name(values: dict[str, np.ndarray],
     return wrong
 
 
-@contextlib.contextmanager
-def _explained(rows: Sequence[tuple[Any, ...]]) -> Iterator[None]:
-    try:
-        yield
-    except TypeError as error:
-        messages.explain_inputs(error, max(map(len, rows)), any(
-            isinstance(row[-1], base.Kwargs) for row in rows if row))
-        raise
+class _Explained:
+    """A block that calls a network with `rows`, the inputs of devices."""
+
+    def __init__(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        self._rows = rows
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if isinstance(error, TypeError):
+            messages.explain_inputs(error, max(map(len, self._rows)), any(
+                isinstance(row[-1], base.Kwargs) for row in self._rows if row))
 
 
 def _options(network: base.Network, batch_norm: str, dtype: str | None,

@@ -4,6 +4,7 @@ import sys
 from collections import UserDict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,8 +53,8 @@ def shard_bounds(n: int, k: int, weights: Sequence[float] | None = None
         order = sorted(range(k), key=lambda i: (sizes[i] - exact[i], i))
         for i in order[:n - sum(sizes)]:
             sizes[i] += 1
-    ends = [sum(sizes[:i + 1]) for i in range(k)]
-    return [(end - size, end) for end, size in zip(ends, sizes)]
+    ends = list(accumulate(sizes))
+    return list(zip([0, *ends], ends))
 
 
 def _shares(weights: Sequence[float], k: int) -> "list[Fraction]":
@@ -176,12 +177,17 @@ def split_and_load(data: Any, devices: Any = None, batch_axis: int = 0,
         that holds arrays of as many rows.
     """
     devices = as_devices(one_given(devices=devices, ctx_list=ctx_list))
-    k, backend = len(devices), get_backend()
     _check_dense(data)
     if not row_counts(data):
         raise TypeError("data must hold an array to split; received "
                         f"{type(data).__name__}. Pass a native or NumPy "
                         "array, or a list of numbers.")
+    return _load(data, devices, batch_axis, even_split, weights)
+
+
+def _load(data: Any, devices: Sequence[Device], batch_axis: int,
+          even_split: bool, weights: Sequence[float] | None) -> list[Any]:
+    k, backend = len(devices), get_backend()
 
     def check_even(size: int, shape: tuple[int, ...]) -> None:
         if even_split and weights is None:
@@ -362,14 +368,15 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
     whole = is_whole(X, y)
     if whole:
         y = X
+    devices = as_devices(devices)
     _check_dense((X, y))
     n, m = (sorted(set(row_counts(data))) for data in (X, y))
     if n != m and len(n) == 1 and isinstance(y, list) and n == [len(y)]:
-        shards = split_and_load(X, devices, 0, even_split, weights)
+        shards = _load(X, devices, 0, even_split, weights)
         bounds = shard_bounds(len(y), len(shards), weights)
         return shards, [[nested.map_leaves(partial(_to, device), one)
                          for one in y[begin:end]] for device, (begin, end)
-                        in zip(as_devices(devices), bounds, strict=True)]
+                        in zip(devices, bounds, strict=True)]
     if n != m or len(n) > 1:
         if m:
             _check_entries(y, n)
@@ -382,12 +389,11 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
             f"{' or '.join(map(str, m)) or 'none'}. {cure}")
     if n == [0] and distributed.current().size > 1:
         # Other processes have the rows of this batch.
-        k = len(as_devices(devices))
-        return [None] * k, [None] * k
+        return [None] * len(devices), [None] * len(devices)
     if n in ([], [0]):
         raise ValueError("a batch needs at least one row; received an empty "
                          "one. Leave it out.")
     check_lists(X, y, n[0])
-    shards = split_and_load(X, devices, 0, even_split, weights)
-    return shards, shards if whole else split_and_load(
-        y, devices, 0, even_split, weights)
+    shards = _load(X, devices, 0, even_split, weights)
+    return shards, shards if whole else _load(y, devices, 0, even_split,
+                                              weights)

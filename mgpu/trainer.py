@@ -5,8 +5,8 @@ import math
 import operator
 import os
 import zlib
-from collections.abc import (Callable, Collection, Iterator, Mapping,
-                             Sequence)
+from collections.abc import (Callable, Collection, Iterable, Iterator,
+                             Mapping, Sequence)
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +15,7 @@ import numpy as np
 from mgpu import (backends, datasets, environment, host_memory, optimizers,
                   probes, trainer_states)
 from mgpu.arguments import Hints, by_name, is_integer, is_number, one_of
-from mgpu.backends import using_backend
+from mgpu.backends import in_use
 from mgpu.backends.base import Memory, OptimizerObject
 from mgpu.collectives import AllReduce, allreduce_many
 from mgpu.collectives.strategies import strategy_of
@@ -407,8 +407,9 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
     def multipliers(self, p: Parameter) -> tuple[float, float]:
         """What a parameter's rate and weight decay are multiplied by: those
         of this trainer, else the parameter's own."""
-        return (self.lr_mult.get(p.name, p.lr_mult),
-                self.wd_mult.get(p.name, p.wd_mult))
+        lr_mult, wd_mult = p.multipliers()
+        return (self.lr_mult.get(p.name, lr_mult),
+                self.wd_mult.get(p.name, wd_mult))
 
     # -- a step -------------------------------------------------------------
 
@@ -655,7 +656,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         backend = self.replicas.backend
 
         def scoped() -> None:
-            with using_backend(backend.name), backend.scope(recording=False):
+            with in_use(backend), backend.scope(recording=False):
                 section()
         with self.replicas.span.world.guard(), self.replicas.owned():
             backend.uninterrupted(scoped)
@@ -664,13 +665,19 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         """The parameters that this trainer moves now."""
         self.replicas.check_complete()
         names = self._names()
-        return [p for p in self.replicas.params() if p.grad_req != "null"
-                and (names is None or p.name in names)]
+        return [p for p in self.replicas.params()
+                if (names is None or p.name in names) and p.grad_req != "null"]
 
     def _names(self) -> frozenset[str] | None:
         """What this trainer moves now; None: all parameters."""
         names = self._object and self._object.names()
         return self._own if names is None else names
+
+    def _arrays(self, parameters: Sequence[Parameter]) -> list[Any]:
+        """The network's own arrays of `parameters`."""
+        self.replicas.check_complete()
+        network = self.replicas.network
+        return [network.array(p.number) for p in parameters]
 
     def trains(self, p: Parameter) -> bool:
         """Whether this trainer moves `p`, unless it is frozen."""
@@ -696,12 +703,14 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         reached."""
         replicas, backend = self.replicas, self.replicas.backend
         parameters = self._trained()
-        with self._voiding(parameters), replicas.span.world.guard():
-            fresh = {j for j, p in enumerate(parameters)
-                     if p in held or backend.is_fresh(p.data())}
+        with self._voiding(parameters) if replicas.span.wide \
+                else contextlib.nullcontext(), replicas.span.world.guard():
+            arrays = self._arrays(parameters)
+            fresh = {j for j, x in enumerate(arrays)
+                     if parameters[j] in held or backend.is_fresh(x)}
             taken = {j for j in fresh
-                     if not backend.has_gradient(parameters[j].data())}
-            self._check_done([parameters[j] for j in fresh - taken])
+                     if not backend.has_gradient(arrays[j])}
+            self._check_done([arrays[j] for j in fresh - taken])
             self._had_pass = bool(fresh)
             self._had_part = replicas.span.wide and not batch_size \
                 and self._has_part(parameters)
@@ -717,8 +726,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             with replicas.span.world.together():
                 self._sum([parameters[j] for j in used],
                           [j in fresh for j in used])
-        for p in parameters:    # also those that were skipped
-            backend.mark_used(p.data())
+        for x in arrays:        # also those that were skipped
+            backend.mark_used(x)
         self._summed = [parameters[j] for j in used]
         return whole
 
@@ -729,7 +738,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         try:
             yield
         except BaseException:
-            for p in parameters if self.replicas.span.wide else ():
+            for p in parameters:
                 self.replicas.backend.mark_used(p.data())
             raise
 
@@ -748,21 +757,16 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         allreduce_many([[g] for g in gradients], algorithm=self._strategy)
         replicas.carried = [p for p in parameters if p.grad_req == "add"]
 
-    def _check_done(self, parameters: Sequence[Parameter]) -> None:
+    def _check_done(self, arrays: Sequence[Any]) -> None:
         """Wait for the gradients (not of cards). What has failed in a pass
         is an error here, before anything changes. Raises `DeviceError`."""
         replicas, backend = self.replicas, self.replicas.backend
-        errors = []
-        for p in parameters:
-            try:
-                backend.host_views([backend.grad(p.data())], to_read=True)
-            except Exception as failed:
-                errors.append(failed)
+        errors = backend.failures([*map(backend.grad, arrays)])
         if not errors:
             return
         self._summed = None
-        for p in parameters:
-            backend.mark_used(p.data())
+        for x in arrays:
+            backend.mark_used(x)
         error = errors[0]
         last = (str(error).strip().splitlines() or [""])[-1]
         device, step = replicas.devices[0], self.num_update + 1
@@ -867,19 +871,20 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         debug = environment.debug()     # first: a wrong value is refused
         replicas, scale = self.replicas, self._loss_scale
         backend = replicas.backend
-        parameters = [p for p in self._summed or []
-                      if backend.has_gradient(p.data())]
+        summed = self._summed or []
+        work = {p: x for p, x in zip(summed, self._arrays(summed))
+                if backend.has_gradient(x)}
         if self._nonfinite != "ignore" and not all_finite(
-                backend, [p.grad() for p in parameters]):
+                backend, [*map(backend.grad, work.values())]):
             self._summed = None
             if self._nonfinite == "raise":
-                raise self._not_finite(parameters)
+                raise self._not_finite([*work])
             scale.backoff()
         else:
             if self._object is None:
-                self._apply_rule(parameters, self._rescale / batch_size)
+                self._apply_rule(work, self._rescale / batch_size)
             else:
-                self._step_object(self._object, parameters,
+                self._step_object(self._object, work,
                                   self._rescale / batch_size)
             self._summed = None
             scale.succeed()
@@ -901,10 +906,11 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             "data, or pass nonfinite='skip'.")
 
     def _step_object(self, own: OptimizerObject,
-                     parameters: Sequence[Parameter], scale: float) -> None:
+                     parameters: Mapping[Parameter, Any], scale: float
+                     ) -> None:
         found = {p.name: p for p in parameters}
         with self._schedule.moving(own.schedule):
-            own.step({name: found[name].data() for name in sorted(
+            own.step({name: parameters[found[name]] for name in sorted(
                 found, key=self.gluon_order())},
                 lambda name: self.multipliers(found[name]), scale,
                 self.loss_scale)
@@ -912,7 +918,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             self._counts[name] = self._counts.get(name, 0) + 1
         self.num_update = own.count(self.num_update)
 
-    def _next_update(self, parameters: Sequence[Parameter]) -> int:
+    def _next_update(self, parameters: Iterable[Parameter]) -> int:
         """Gluon: the largest number of updates that any parameter has had,
         this one included. torch: one more than before."""
         if self.semantics == "torch":
@@ -920,13 +926,14 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         return max([self.num_update, *(self._counts.get(p.name, 0) + 1
                                        for p in parameters)])
 
-    def _work(self, parameters: list[Parameter], rate: float) -> list[Update]:
+    def _work(self, parameters: Mapping[Parameter, Any], rate: float
+              ) -> list[Update]:
         """What is to be done to each parameter; makes missing states."""
         backend, rule, work = self.replicas.backend, self.optimizer, []
         if rule.built_in and vars(rule) != self._options:
             self._check_options(rule)
-        for p in parameters:
-            name, weight = p.name, p.data()
+        for p, weight in parameters.items():
+            name = p.name
             if name not in self._states:
                 self._states[name] = rule.create_state(weight, backend.ops)
             lr_mult, wd_mult = self.multipliers(p)
@@ -976,7 +983,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         return trainer_states.by_layer(
             [p.name for p in self.replicas.params()])
 
-    def _apply_rule(self, parameters: list[Parameter], scale: float) -> None:
+    def _apply_rule(self, parameters: Mapping[Parameter, Any], scale: float
+                    ) -> None:
         """The optimiser's rule, for gradients times `scale` and divided by
         the loss scale. Nothing is counted before every state and rate is
         there."""

@@ -28,11 +28,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+import _signal      # `signal` makes enums in each call
 import inspect
 import math
 import random
 import re
-import signal
 import threading
 
 import numpy as np
@@ -1255,27 +1255,33 @@ class Backend(ABC):
     def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
         """Call `thunk` and return its result. Ctrl-C and SIGTERM wait for its
         end, if the program handles them; a second one does not."""
-        if threading.current_thread() is not threading.main_thread():
+        if self._waits or threading.current_thread() \
+                is not threading.main_thread():
             return thunk()
         before = {number: handler for number in (
-            signal.SIGINT, signal.SIGTERM)
-            if callable(handler := signal.getsignal(number))}
+            _signal.SIGINT, _signal.SIGTERM)
+                  if callable(handler := _signal.getsignal(number))}
         waiting: list[tuple[Any, ...]] = []
 
         def wait(number: int, frame: Any) -> None:
             if waiting:
-                before[signal.Signals(number)](number, frame)
+                before[number](number, frame)
             waiting.append((number, frame))
         for number in before:
-            signal.signal(number, wait)
+            _signal.signal(number, wait)
+        self._waits = True
         try:
             return thunk()
         finally:
+            self._waits = False
             for number, handler in before.items():
-                signal.signal(number, handler)
+                _signal.signal(number, handler)
             if waiting:
                 number, frame = waiting[0]
-                before[signal.Signals(number)](number, frame)
+                before[number](number, frame)
+
+    #: whether signals wait
+    _waits = False
 
     # optional: threads that the user starts, and data for GPUs
 
@@ -1297,6 +1303,11 @@ class Backend(ABC):
     def wait_for(self, x: Array) -> None:
         """Return when pending work on `x` is done."""
         self.to_numpy(x)
+
+    def failures(self, arrays: Sequence[Array]) -> list[Exception]:
+        """What failed of the work that was queued on `arrays`, on CPUs; waits
+        for it."""
+        return []
 
     # optional: fast reductions and updates
 

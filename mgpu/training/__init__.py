@@ -388,11 +388,13 @@ def _pass(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
             if not is_empty(as_inputs(shard))]
     with record(), replicas.autocast():
         output, sizes = replicas.joined(X_shards, y_shards)
-        with replicas.backend.scope(recording=False):
+        with replicas.backend.scope(recording=False) if len(busy) > 1 \
+                else contextlib.nullcontext():
             y = join_shards([y_shards[i] for i in busy], sizes, devices[0])
         with stage("compute", "loss", devices, lambda: [values], [0]):
             values = loss(output, y)
-            if not _is_number(values, sum(sizes)):
+            is_number = _is_number(values, sum(sizes))
+            if not is_number:
                 values = check_per_example(values, sum(sizes))
         scaled = values if scale == 1.0 else values * scale
     with stage("compute", "backward", devices,
@@ -400,7 +402,7 @@ def _pass(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
         backward(scaled)
         replicas.end_pass()
     losses: list[Any] = [None] * len(devices)
-    if _is_number(values, sum(sizes)):
+    if is_number:
         losses[0] = values
         return losses, 1
     with replicas.backend.scope(recording=False):

@@ -475,6 +475,15 @@ class MXNetBackend(base.Backend):
     def wait_for(self, x: Any) -> None:
         x.wait_to_read()
 
+    def failures(self, arrays):
+        errors = []
+        for x in arrays:
+            try:
+                self.host_views([x], to_read=True)
+            except Exception as failed:
+                errors.append(failed)
+        return errors
+
     def memory(self, x: Any) -> tuple[Any, int, int]:
         x.wait_to_read()
         space = "cpu" if x.ctx.device_type.startswith("cpu") else str(x.ctx)

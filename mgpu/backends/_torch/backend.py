@@ -40,7 +40,7 @@ def _write_flags(recording: bool | None, training: bool | None,
     if training is not None:
         _training.set(training)
     if grad is not None:
-        torch.set_grad_enabled(grad)
+        torch._C._set_grad_enabled(grad)
 
 
 class TorchBackend(Gradients, base.Backend):

@@ -11,7 +11,7 @@ import random
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,11 +23,10 @@ from torch.nn.utils import parametrize
 from mgpu.backends import containers
 from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Joint, Runner,
                                            Sources)
-from mgpu.backends._torch.graph import leaves_of
-from mgpu.backends._torch.names import NORMS
-from mgpu.backends._torch.tree import Tree, plain_network, redirect, version
+from mgpu.backends._torch.graph import read
+from mgpu.backends._torch.tree import (Contents, Tree, plain_network,
+                                       redirect, version)
 from mgpu.backends._workers import inside_worker
-from mgpu.backends.base import STATISTICS
 from mgpu.backends.containers import Batch, Call, Probed
 
 _MISSING = object()
@@ -52,11 +51,10 @@ class _Copy(NamedTuple):
     net: nn.Module
     leaves: dict[int, torch.Tensor]
     originals: dict[int, Any]       # id of a copy -> the network's own
-    attributes: dict[int, dict[str, Any]]       # before the pass
-    buffers: dict[int, dict[str, Any]]
     modules: dict[int, nn.Module]   # id of the network's own -> the copy
-    written: dict[int, tuple[torch.Tensor, int, int]]   # leaf, its version
-    #: and address
+    contents: Contents              # before the pass
+    arrays: dict[int, torch.Tensor]     # id of the network's own -> the copy
+    stamps: list[tuple[int, int]]   # of these
     alive: list[Any]
 
 
@@ -65,6 +63,12 @@ class _Changes(NamedTuple):
 
     attributes: list[tuple[nn.Module, str, Any]]
     buffers: list[tuple[nn.Module, str, Any]]
+
+
+def _stamps(arrays: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """What in-place writes change, and other memory."""
+    return [(0 if x.is_inference() else x._version, x.data_ptr())
+            for x in arrays]
 
 
 def is_tensor(x: Any) -> bool:
@@ -93,13 +97,19 @@ class Meaning:
         """Whether each device has running statistics of its own."""
         return False
 
-    def begin(self, active: Sequence[int]) -> Runner | None:
+    def begin(self, active: Sequence[int], tree: Tree) -> Runner | None:
         """A pass of these devices begins. Returns how they are run where they
         wait for each other."""
         return None
 
-    def dress(self, i: int, net: nn.Module) -> None:
-        """Change the copy of device `i` before its pass."""
+    def dresses(self) -> bool:
+        """Whether `dress` changes something in this pass."""
+        return False
+
+    def dress(self, i: int, net: nn.Module, layers: Sequence[nn.Module]
+              ) -> None:
+        """Change the copy of device `i` before its pass. `layers`: the copies
+        of the network's modules, in their order."""
 
     def call(self, i: int, net: nn.Module, args: Any, kwargs: Any) -> Any:
         """``net(*args, **kwargs)``, in the thread of device `i`."""
@@ -147,6 +157,7 @@ class DeviceCopies:
         self._draws: dict[Any, bool] = {}
         self._draws_backward: bool | None = None    # not known yet
         self._checked: Any = None
+        self._tree: Tree | None = None      # of the last pass
         #: leaves of the last pass, and its graph: not kept alive here
         self._last: list[tuple[list[Any], weakref.ref[DeviceGraph]]] = []
         self._joint = Joint(
@@ -196,7 +207,7 @@ class DeviceCopies:
                 key: one._replace(value=_clone(one.value,
                                                self.devices[device], {}))
                 for key, one in self._attributes[device].items()}
-            made = spare._copy(1, Tree(self.net), Sources(), None)
+            made = spare._copy(1, self._read(), Sources(), None)
             for module in made.modules.values():
                 for table in ("_forward_hooks", "_forward_pre_hooks"):
                     vars(module)[table] = OrderedDict(
@@ -224,6 +235,12 @@ class DeviceCopies:
 
     # -- copies ---------------------------------------------------------------
 
+    def _read(self) -> Tree:
+        """The network's modules and arrays as they are now."""
+        if self._tree is None or not self._tree.is_current():
+            self._tree = Tree(self.net)
+        return self._tree
+
     def _overwrite(self, i: int, arrays: Sequence[torch.Tensor],
                    some: bool = False) -> dict[int, Any]:
         """Device i's copies of `arrays`, by id, with their values. `some`:
@@ -232,20 +249,21 @@ class DeviceCopies:
         same: tuple[list[Any], list[Any]] = [], []
         written: tuple[list[Any], list[Any]] = [], []
         for x in arrays:
-            held, source = old.get(id(x)), x.detach()
+            held, source, now = old.get(id(x)), x.detach(), version(x)
             if held is None or held.original is not x \
                     or held.value.shape != x.shape \
                     or held.value.dtype != x.dtype \
                     or held.value.stride() != x.stride():
-                held = _Held(x, version(x), source.to(self.devices[i],
-                                                      copy=True))
+                held = _Held(x, now, source.to(self.devices[i], copy=True))
                 made.append(held.value)
             else:
-                pair = same if held.version == version(x) \
+                pair = same if held.version == now \
                     and not x.is_inference() else written
                 pair[0].append(held.value)
                 pair[1].append(source)
-            new[id(x)] = held._replace(version=version(x))
+                if pair is written:
+                    held = _Held(x, now, held.value)
+            new[id(x)] = held
         if written[0]:
             # Graphs that need the earlier values: torch raises in backward.
             torch._foreach_copy_(*written, non_blocking=True)
@@ -314,25 +332,28 @@ class DeviceCopies:
             if value is not x:
                 originals[id(value)] = x
         alive = list(memo.values())
-        modules = {}
-        for module in tree.modules:
-            copy = modules[id(module)] = memo[id(module)] = object.__new__(
-                type(module))
-            originals[id(copy)] = module
+        copies = [object.__new__(type(module)) for module in tree.modules]
+        modules = dict(zip(map(id, tree.modules), copies))
+        memo.update(modules)
+        originals.update(zip(map(id, copies), tree.modules))
         for module in tree.modules:     # compiled: the module itself
             if type(module).__name__ == "OptimizedModule":
                 memo[id(module)] = memo[id(module._orig_mod)]
         clones: dict[int, Any] = {}
         held: dict[tuple[int, str], _Held] = {}
         spare: dict[tuple[int, str], _Held] = {}
-        attributes, buffers = {}, {}
+        more: dict[int, list[str]] = {}     # that forward has set
+        for key, name in self._attributes[i]:
+            more.setdefault(key, []).append(name)
         for module in tree.modules:
-            own = dict(module.__dict__)
+            own, key = module.__dict__.copy(), id(module)
             for name in ("_parameters", "_buffers", "_modules"):
-                own[name] = {key: memo.get(id(x))
-                             for key, x in own[name].items()}
+                own[name] = {name: memo.get(id(x))
+                             for name, x in own[name].items()}
             own.pop("_compiled_call_impl", None)
-            for name in self._names(i, module, tree):
+            for name in dict.fromkeys([
+                    *(tree.values[key] if i else ()), *tree.references[key],
+                    *more.get(key, ())]):
                 if name not in module.__dict__:
                     continue
                 x, place = module.__dict__[name], (id(module), name)
@@ -351,43 +372,36 @@ class DeviceCopies:
                 x = containers.replace(x, is_tensor, functools.partial(
                     _entered, sources, leaves, memo))
                 own[name] = redirect(x, memo)
-            object.__setattr__(modules[id(module)], "__dict__", own)
+            object.__setattr__(modules[key], "__dict__", own)
         self._meaning.dress(i if self._number is None else self._number,
-                            modules[id(self.net)])
-        for module in tree.modules:
-            own = vars(modules[id(module)])
-            attributes[id(module)] = dict(own)
-            buffers[id(module)] = dict(own["_buffers"])
+                            copies[0], copies[:len(tree.paths)])
         self._attributes[i] = {**held, **spare}
-        written = {} if plain else {
-            key: (memo[key], version(memo[key]), memo[key].data_ptr())
-            for key in tree.arrays}
-        return _Copy(modules[id(self.net)], leaves, originals, attributes,
-                     buffers, modules, written, alive)
-
-    def _names(self, i: int, module: nn.Module, tree: Tree) -> list[str]:
-        """Attributes that a copy does not share with the network."""
-        return list(dict.fromkeys([
-            *(tree.values[id(module)] if i else ()),
-            *tree.references[id(module)],
-            *(name for key, name in self._attributes[i]
-              if key == id(module))]))
+        arrays = {} if plain else {key: memo[key] for key in tree.arrays}
+        return _Copy(
+            copies[0], leaves, originals, modules,
+            Contents([table for copy in copies for table in (
+                vars(copy), copy._buffers, copy._parameters, copy._modules)]),
+            arrays, _stamps(arrays.values()), alive)
 
     # -- what forward sets ----------------------------------------------------
 
     def _changes(self, tree: Tree, copy: _Copy) -> _Changes:
         found = _Changes([], [])
-        for key, (leaf, count, address) in copy.written.items():
-            if isinstance(leaf, nn.Parameter) and (
-                    version(leaf) != count or leaf.data_ptr() != address):
+        stamps = _stamps(copy.arrays.values())
+        for key, old, new in zip(copy.arrays, copy.stamps, stamps) \
+                if stamps != copy.stamps else ():
+            if isinstance(tree.arrays[key], nn.Parameter) and new != old:
                 name = next((name for name, p in self.net.named_parameters()
                              if id(p) == key), "that an attribute has")
                 raise RuntimeError(
                     f"forward writes to the parameter {name}, as "
                     "nn.Embedding(max_norm=) does: each device would write "
                     "for its own examples. Write to it outside of forward.")
-        for module in tree.modules:
-            before = copy.attributes[id(module)]
+        if copy.contents.are_same():
+            return found
+        tables = copy.contents.before()
+        for module, before, buffers, *_ in zip(
+                tree.modules, *[tables] * 4, strict=True):
             after = copy.modules[id(module)].__dict__
             if any(len(after[name]) != len(vars(module)[name])
                    for name in ("_modules", "_parameters")):
@@ -403,7 +417,7 @@ class DeviceCopies:
                                     for name in before if name not in after)
             found.buffers.extend(
                 (module, name, x) for name, x in after["_buffers"].items()
-                if copy.buffers[id(module)].get(name, _MISSING) is not x)
+                if buffers.get(name, _MISSING) is not x)
         return found
 
     def _commit(self, changes: dict[int, _Changes], batch: Batch) -> None:
@@ -417,6 +431,7 @@ class DeviceCopies:
             values = [found.get(place, _MISSING) for found in own.values()]
             shown, size = x, None
             if not any(v is _MISSING for v in values) \
+                    and len(self.devices) > 1 \
                     and containers.arrays_in(x, is_tensor):
                 with contextlib.suppress(ValueError):
                     shown = batch.join(
@@ -454,24 +469,20 @@ class DeviceCopies:
         """Buffers that the first device has written are the network's."""
         first = min(copies)
         if first:
-            for key, x in tree.arrays.items():
-                if isinstance(x, nn.Parameter):
-                    continue
-                value, count, address = copies[first].written[key]
-                if (version(value) != count or value.data_ptr() != address) \
-                        and value.shape == x.shape:
+            values = copies[first].arrays.values()
+            for x, value, old, new in zip(
+                    tree.arrays.values(), values, copies[first].stamps,
+                    _stamps(values), strict=True):
+                if new != old and value.shape == x.shape \
+                        and not isinstance(x, nn.Parameter):
                     x.copy_(value)
         if not self._meaning.own_statistics:
             return
-        statistics = [x for module in tree.modules
-                      if isinstance(module, NORMS)
-                      for name, x in module._buffers.items()
-                      if name in STATISTICS and x is not None]
         for i in range(1, len(self.devices)):
-            for x in statistics:
+            for x in tree.statistics:
                 if i in copies:
                     self._own[i][id(x)] = _Held(
-                        x, version(x), copies[i].written[id(x)][0])
+                        x, version(x), copies[i].arrays[id(x)])
                     self._arrays[i].pop(id(x), None)
                 else:
                     self._own[i].pop(id(x), None)
@@ -484,9 +495,15 @@ class DeviceCopies:
         recorded = torch.is_grad_enabled() \
             and not torch.is_inference_mode_enabled()
         plain = active == [0]       # no boundary: the network's own leaves
-        together = self._meaning.begin(active)
+        tree, sources = self._read(), Sources()
+        together = self._meaning.begin(active, tree)
+        key = tree.key, self._meaning.mode
+        if len(self.devices) == 1 and together is None \
+                and not self._meaning.dresses():
+            args, kwargs = calls[0]
+            return dict(enumerate(self._forward({0: functools.partial(
+                self._meaning.call, 0, self.net, args, kwargs)}, key)))
         with torch.inference_mode(False), torch.no_grad():
-            tree, sources = Tree(self.net), Sources()
             copies = {i: self._copy(i, tree, sources, batch, plain=plain)
                       for i in active}
         if recorded and not plain:
@@ -499,7 +516,6 @@ class DeviceCopies:
             args, kwargs = calls[i]
             return self._meaning.call(i, copies[i].net, args, kwargs)
         thunks = {i: functools.partial(forward, i) for i in active}
-        key = tree.key, self._meaning.mode
         results = self._forward(thunks, key) if together is None \
             else _meeting(together, list(thunks.values()))
         outputs = dict(zip(active, results, strict=True))
@@ -612,7 +628,7 @@ class DeviceCopies:
                           ) -> None:
         """Refuse a forward that reaches the network's own parameters."""
         last = max(graphs)
-        found = set(map(id, leaves_of(*graphs[last].roots))) if last else ()
+        found = set(map(id, read(graphs[last].roots)[0])) if last else ()
         for name, p in self.net.named_parameters():
             if id(p) in found:
                 raise RuntimeError(
@@ -694,7 +710,7 @@ def _reached(graphs: dict[int, DeviceGraph], sources: list[torch.Tensor]
              ) -> list[torch.Tensor]:
     """`sources` without the inputs and attributes that no root depends on:
     a backward pass would run the graphs that they come from."""
-    found = {i: set(map(id, leaves_of(*graph.roots)))
+    found = {i: set(map(id, read(graph.roots)[0]))
              for i, graph in graphs.items()}
     kept = [n for n, x in enumerate(sources) if isinstance(x, nn.Parameter)
             or any(n in graph.leaves and id(graph.leaves[n]) in found[i]

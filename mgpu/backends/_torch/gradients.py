@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mgpu.backends import messages
-from mgpu.backends._torch.graph import hides_leaves, leaves_of, total
+from mgpu.backends._torch.graph import read, total
 from mgpu.backends._torch.ops import name_of_dtype
 from mgpu.backends._torch.weak import WeakTable
 
@@ -108,8 +108,8 @@ class Gradients:
         if not all(loss.requires_grad for loss in losses):
             raise messages.not_recorded()
         totals = [total(loss) for loss in losses]
-        leaves = list(leaves_of(*losses))
-        if hides_leaves(*losses):
+        leaves, hides = read(losses)
+        if hides:
             leaves = [x for state in self._states.values()
                       if (x := state.tensor()) is not None]
         self._overwrite(totals, leaves)

@@ -33,6 +33,7 @@ from mgpu.backends._torch.layers import Between, in_place_of, is_open
 from mgpu.backends._torch.modes import saving
 from mgpu.backends._torch.ops import dtype_of
 from mgpu.backends._torch.streams import standing_in
+from mgpu.backends._torch.tree import Tree
 
 if TYPE_CHECKING:
     from mgpu.backends._torch.network import TorchNetwork
@@ -55,6 +56,12 @@ class GluonMeaning(Meaning):
         #: the training flag of each module; None: as its parent's own
         #: ``train`` says
         self._modes: list[bool | None] = []
+        #: what the modes depend on
+        self._planned: tuple[Tree | None, bool] = None, False
+        self._paths: list[str] = []
+        #: numbers of the layers that `_forward` may replace
+        self._replaced: list[int] = []
+        self._changed = False       # whether they train, or modes change
         self._between: dict[int, Between] = {}
         self._passes: dict[int, _Pass] = {}
         self._compiled = Compiled(network.backend.threads)
@@ -70,12 +77,12 @@ class GluonMeaning(Meaning):
         return backend.is_training() and backend.is_recording() \
             and self._network.normalise is None
 
-    def begin(self, active: Sequence[int]) -> Runner | None:
-        self._modes = _modes(self._network.net,
-                             self._network.backend.is_training())
-        self.mode = *self._modes, self._network.backend.is_training()
-        self._between, self._passes = {}, {}
+    def begin(self, active: Sequence[int], tree: Tree) -> Runner | None:
         network = self._network
+        training = network.backend.is_training()
+        if self._planned != (tree, training):
+            self._plan(tree, training)
+        self._between, self._passes = {}, {}
         self._key = None
         if network.options.hybridize and not network.by_layer \
                 and not strict.on():
@@ -87,6 +94,21 @@ class GluonMeaning(Meaning):
                 for hook in table.values()))
         self._refreshed = False
         return network.runner
+
+    def _plan(self, tree: Tree, training: bool) -> None:
+        self._modes = modes = _modes(self._network.net, training)
+        self.mode, self._paths = (*modes, training), tree.paths
+        layers = tree.modules[:len(modes)]
+        self._replaced = [
+            n for n, layer in enumerate(layers)
+            if isinstance(layer, BATCH_NORMS) or takes_masks(layer)]
+        self._changed = modes != [layer.training for layer in layers] \
+            or any(modes[n] for n in self._replaced)
+        self._planned = tree, training
+
+    def dresses(self) -> bool:
+        return self._changed or self._network.seen is not None \
+            or self._key is not None
 
     @contextlib.contextmanager
     def probing(self, i: int) -> Iterator[None]:
@@ -102,9 +124,11 @@ class GluonMeaning(Meaning):
     def allocated(self, i: int, arrays: Sequence[torch.Tensor]) -> None:
         strict.place(arrays, self._devices[i])
 
-    def dress(self, i: int, net: nn.Module) -> None:
-        network, layers = self._network, list(net.modules())
-        _set_modes(net, layers, self._modes)
+    def dress(self, i: int, net: nn.Module, layers: Sequence[nn.Module]
+              ) -> None:
+        network = self._network
+        if self._changed:
+            _set_modes(net, layers, self._modes)
         here = self._passes[i] = _Pass(network, self._devices[i])
         if network.seen is not None and not self._probing:
             between = self._between[i] = Between(network.seen, i,
@@ -114,8 +138,9 @@ class GluonMeaning(Meaning):
                     vars(layer)[table] = vars(layer)[table].copy()
                 for _ in watch_layer(layer, path, i, between, network.seen):
                     pass
-        for path, layer in net.named_modules() if True in self._modes else ():
-            forward = self._forward(net, layer, path, i, here) \
+        for n in self._replaced if True in self._modes else ():
+            layer = layers[n]
+            forward = self._forward(net, layer, self._paths[n], i, here) \
                 if layer.training and "forward" not in vars(layer) else None
             if forward is not None:
                 vars(layer)["forward"] = forward
@@ -152,6 +177,8 @@ class GluonMeaning(Meaning):
             args = tuple(map(channels_last, args))
             kwargs = {name: channels_last(x) for name, x in kwargs.items()}
         with self._around(i):
+            if i in self._passes:
+                self._passes[i].begins()
             try:
                 output = net(*args, **kwargs) if self._key is None \
                     else self._compiled(self._key, self._tickets[i], net,
@@ -162,29 +189,34 @@ class GluonMeaning(Meaning):
         return output if options.autocast is None \
             else widened(options, output)
 
-    @contextlib.contextmanager
-    def _around(self, i: int) -> Iterator[None]:
+    def _around(self, i: int) -> contextlib.AbstractContextManager[Any]:
         network = self._network
-        backend, options = network.backend, network.options
-        with contextlib.ExitStack() as stack:
-            if network.float32.names or network.float32.watched:
-                stack.enter_context(AsMXNet(network.float32))
-            if i in self._between and not self._probing:
-                stack.enter_context(self._between[i])
-            if network.normalise is not None:
-                stack.enter_context(_NoFunctionalBatchNorm())
-            if options.autocast is not None:
-                stack.enter_context(autocast(self._handles[i], options))
-            if torch.is_grad_enabled() and not backend.is_recording():
-                stack.enter_context(torch.no_grad())
-            if i in self._passes:
-                self._passes[i].begins()
-            yield
+        options, blocks = network.options, []
+        if network.float32.names or network.float32.watched:
+            blocks.append(AsMXNet(network.float32))
+        if i in self._between and not self._probing:
+            blocks.append(self._between[i])
+        if network.normalise is not None:
+            blocks.append(_NoFunctionalBatchNorm())
+        if options.autocast is not None:
+            blocks.append(autocast(self._handles[i], options))
+        if torch.is_grad_enabled() and not network.backend.is_recording():
+            blocks.append(torch.no_grad())
+        return _inside(blocks) if blocks else contextlib.nullcontext()
 
     def turn(self, i: int) -> contextlib.AbstractContextManager[
             Callable[[], bool]]:
         return standing_in(self._network.backend.generator(
             self._devices[i], "functional"))
+
+
+@contextlib.contextmanager
+def _inside(blocks: Sequence[contextlib.AbstractContextManager[Any]]
+            ) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block)
+        yield
 
 
 class _Pass:

@@ -11,6 +11,7 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS, computes_itself,
                                              moves_statistics)
 from mgpu.backends._torch.boundary import Runner
 from mgpu.backends._torch.copies import Meaning
+from mgpu.backends._torch.tree import Tree
 
 #: mean(index, layer, count, sums, like): the sums of all devices divided by
 #: all counts, on the device of `like`; and that count
@@ -34,14 +35,18 @@ class Synchronized(Meaning):
         self._net, self._begin = net, begin
         self._mean: Mean | None = None
 
-    def begin(self, active: Sequence[int]) -> Runner | None:
+    def begin(self, active: Sequence[int], tree: Tree) -> Runner | None:
         self._mean = None
         if not self._net.training:
             return None
         self._mean, run = self._begin(active)
         return run
 
-    def dress(self, i: int, net: nn.Module) -> None:
+    def dresses(self) -> bool:
+        return self._mean is not None
+
+    def dress(self, i: int, net: nn.Module, layers: Sequence[nn.Module]
+              ) -> None:
         if self._mean is not None:
             synchronize(net, i, self._mean)
 

@@ -3,7 +3,9 @@ either."""
 import functools
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,12 @@ import torch
 from torch import nn
 
 from mgpu.backends import containers
+from mgpu.backends._torch.names import NORMS
+from mgpu.backends.base import STATISTICS
 
 _INTERNAL = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
 _HOOKS = frozenset(name for name in _INTERNAL if name.endswith("hooks"))
+_PLAIN = _INTERNAL - _HOOKS
 #: values that hold nothing
 ATOMS = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype,
          torch.device, torch.Size, types.BuiltinFunctionType)
@@ -35,12 +40,44 @@ def version(x: Any) -> Any:
         return 0 if x.is_inference() else x._version
     found = containers.parts(x)
     return 0 if found is None else tuple(
-        value if isinstance(value, ATOMS) else (id(value), version(value))
+        value if isinstance(value, ATOMS) else (_Same(value), version(value))
         for value in found[1])
 
 
+class _Same:
+    """Equal for the same object, whose id is not used again meanwhile."""
+
+    def __init__(self, x: Any) -> None:
+        self._x = x
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Same) and self._x is other._x
+
+
+class Contents:
+    """What dicts hold, to be compared with what they hold later."""
+
+    def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
+        self._dicts, self._sizes = dicts, [*map(len, dicts)]
+        self._keys = [*chain.from_iterable(dicts)]
+        self._values = [*chain.from_iterable(map(dict.values, dicts))]
+
+    def are_same(self) -> bool:
+        """Whether all dicts hold the same objects as before."""
+        return [*map(len, self._dicts)] == self._sizes \
+            and [*chain.from_iterable(self._dicts)] == self._keys \
+            and all(map(is_, chain.from_iterable(
+                map(dict.values, self._dicts)), self._values))
+
+    def before(self) -> Iterator[dict[Any, Any]]:
+        """What each dict has held."""
+        items = zip(self._keys, self._values)
+        return (dict(islice(items, size)) for size in self._sizes)
+
+
 class Tree:
-    """Modules and arrays that are reachable from a network.
+    """Modules and arrays that are reachable from a network. It may be used
+    again while it `is_current`.
 
     Parameters
     ----------
@@ -50,6 +87,8 @@ class Tree:
     ----------
     modules : list of nn.Module
         Each once; also those in plain lists, closures and bound methods.
+    paths : list of str
+        Of the first of them, which are registered.
     arrays : dict
         id -> parameter, buffer, or another tensor that requires a gradient.
     references, values : dict
@@ -68,10 +107,16 @@ class Tree:
         self._found: dict[int, nn.Module] = {}
         self._referring: dict[int, bool] = {}
         self._alive: list[Any] = []     # or ids would be used again
+        #: what may come to hold other objects, with those that it holds
+        self._inside: list[tuple[Any, list[Any]]] = []
+        self._empty: list[dict[Any, Any]] = []      # of hooks
+        self._tensors: list[torch.Tensor] = []
         self.arrays: dict[int, torch.Tensor] = {}
         self.references: dict[int, list[str]] = {}
         self.values: dict[int, list[str]] = {}
-        for module in net.modules():
+        self.paths = []
+        for path, module in net.named_modules():
+            self.paths.append(path)
             self._add(module)
         waiting = list(self._found.values())
         for module in waiting:
@@ -80,6 +125,27 @@ class Tree:
             waiting += list(self._found.values())[count:]
         self.modules = waiting
         self.key = tuple((id(m), type(m), m.training) for m in waiting)
+        self._types = [*map(type, waiting)]
+        self._contents = Contents([table for m in waiting for table in (
+            m.__dict__, m._parameters, m._buffers, m._modules)])
+        self._tensors += self.arrays.values()
+        self._trained = [*map(_requires_grad, self._tensors)]
+
+    def is_current(self) -> bool:
+        """Whether a new tree of the network would be the same: all modules
+        have the same attributes, and containers the same contents."""
+        return self._contents.are_same() and not any(self._empty) \
+            and [*map(type, self.modules)] == self._types \
+            and [*map(_requires_grad, self._tensors)] == self._trained \
+            and all(len(now := [*inside(x)]) == len(held)
+                    and all(map(is_, now, held)) for x, held in self._inside)
+
+    @functools.cached_property
+    def statistics(self) -> list[torch.Tensor]:
+        """The running statistics of norm layers."""
+        return [x for module in self.modules if isinstance(module, NORMS)
+                for name, x in module._buffers.items()
+                if name in STATISTICS and x is not None]
 
     def shares(self, x: Any) -> bool:
         """Whether an array in `x` has the memory of one of `arrays`."""
@@ -111,8 +177,10 @@ class Tree:
         self.references[id(module)] = references = []
         self.values[id(module)] = values = []
         for name, x in module.__dict__.items():
-            if isinstance(x, ATOMS) or name in _INTERNAL and not (
-                    name in _HOOKS and x):
+            if name in _HOOKS and isinstance(x, dict) and not x:
+                self._empty.append(x)
+                continue
+            if isinstance(x, ATOMS) or name in _PLAIN:
                 continue
             if self._refers(x):
                 references.append(name)
@@ -129,15 +197,24 @@ class Tree:
                 self._add(module)
             return True
         if isinstance(x, torch.Tensor):
+            self._tensors.append(x)
             if x.requires_grad:
                 self.arrays.setdefault(id(x), x)
             return id(x) in self.arrays
         if id(x) not in self._referring:
             self._referring[id(x)] = False      # while it is read
             self._alive.append(x)
+            held = [*inside(x)]
+            if held and not isinstance(x, (tuple, types.MethodType)) \
+                    or isinstance(x, (set, types.FunctionType)) \
+                    or containers.parts(x) == ([], []):
+                self._inside.append((x, held))
             self._referring[id(x)] = any([self._refers(value)
-                                          for value in inside(x)])
+                                          for value in held])
         return self._referring[id(x)]
+
+
+_requires_grad = attrgetter("requires_grad")
 
 
 def inside(x: Any) -> Iterator[Any]:
