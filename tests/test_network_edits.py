@@ -339,3 +339,128 @@ def test_what_a_pass_sets_is_set_once_a_step(engine, devices, size):
     for key, (one,) in found[0].items():
         for copies in found[1][key]:
             assert relative_difference(copies, one) < 1e-12
+
+
+# -- a network that is read once ----------------------------------------------
+
+def _edits():
+    """By name, what changes the modules, arrays or references of a network
+    with the layers 0 and 1, and the attributes that `_edited` sets."""
+    import torch
+    from torch import nn
+
+    def parameter(net):
+        return nn.Parameter(torch.zeros_like(net[0].weight))
+
+    def table(module):
+        module.__dict__ = {**vars(module), "scale": 2.0}
+
+    def parametrized(net):
+        nn.utils.parametrize.register_parametrization(
+            net[0], "weight", nn.ReLU())
+    return {
+        "a module replaced": lambda net: net.__setitem__(1, nn.ReLU()),
+        "added": lambda net: net.append(nn.ReLU()),
+        "deleted": lambda net: net.__delitem__(1),
+        "in the order": lambda net: net._modules.update(
+            {"0": net._modules.pop("0")}),
+        "a parameter replaced": lambda net: setattr(
+            net[0], "weight", parameter(net)),
+        "tied": lambda net: setattr(net[1], "weight", net[0].weight),
+        "in its table": lambda net: net[0]._parameters.update(
+            weight=parameter(net)),
+        "a table replaced": lambda net: setattr(
+            net[0], "_parameters", dict(net[0]._parameters)),
+        "all tables": lambda net: table(net[0]),
+        "a buffer replaced": lambda net: setattr(
+            net, "buffer", torch.zeros(2)),
+        "a class": lambda net: setattr(net[1], "__class__", nn.Identity),
+        "a mode": lambda net: net[1].eval(),
+        "requires_grad": lambda net: net[0].bias.requires_grad_(False),
+        "of an attribute": lambda net: net.held[0].requires_grad_(),
+        "an attribute set": lambda net: setattr(net, "more", net[0].weight),
+        "by __dict__": lambda net: vars(net).update(more=net[0].weight),
+        "removed": lambda net: delattr(net, "held"),
+        "an empty list": lambda net: net.empty.append(net[0].weight),
+        "a dict": lambda net: net.nested["a"][0].update(b=net[0].weight),
+        "a deque": lambda net: net.queue.appendleft(net[1]),
+        "a set": lambda net: net.seen.add(net[1]),
+        "a closure": lambda net: net.use(net[1]),
+        "a partial": lambda net: net.bound.keywords.update(x=net[1]),
+        "a hook": lambda net: net[0].register_forward_hook(lambda *_: None),
+        "a hook before": lambda net: net[1].register_forward_pre_hook(
+            lambda *_: None),
+        "no hook": lambda net: net.hook.remove(),
+        "a parametrization": parametrized,
+    }
+
+
+@on_torch
+@pytest.mark.parametrize("name", _edits() if TORCH else [])
+def test_a_network_that_has_changed_is_read_again(engine, name):
+    import collections
+    import functools
+
+    import torch
+    from mgpu.backends._torch.tree import Tree
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh())
+    used = None
+
+    def use(x):
+        nonlocal used
+        used = x
+        return used
+    net.register_buffer("buffer", torch.ones(2))
+    net.held, net.empty, net.use = [torch.zeros(1)], [], use
+    net.nested, net.queue = {"a": ({},)}, collections.deque()
+    net.seen, net.bound = set(), functools.partial(print, x=1)
+    net.hook = net[0].register_forward_pre_hook(lambda *_: None)
+    tree = Tree(net)
+    net(torch.zeros(2, 3)).sum().backward()
+    net[0].weight.data.fill_(2.0)
+    assert tree.is_current()
+    _edits()[name](net)
+    assert not tree.is_current()
+
+
+@on_torch
+def test_one_device_keeps_nothing_of_an_earlier_pass(engine):
+    """The graph of a stored output, and what is only weakly referred to."""
+    import gc
+    import weakref
+
+    import torch
+
+    class Net(torch.nn.Linear):
+        def forward(self, x):
+            self.last = super().forward(x)
+            return self.last
+    net = Net(6, 3)
+    net.other = torch.nn.Linear(2, 2)
+    net.weak = other = weakref.ref(net.other)
+    replicas = mgpu.initialize(net, [mgpu.cpu()])
+    outputs = []
+    for step in range(3):
+        with mgpu.record():
+            output, = replicas([mgpu.put(np.ones((2, 6), "float32"),
+                                         mgpu.cpu())])
+        outputs.append(weakref.ref(output))
+        if not step:
+            del net.other
+    del output
+    gc.collect()
+    assert [x() is None for x in outputs] == [True, True, False]
+    assert other() is None
+
+
+@on_torch
+def test_a_layer_made_in_forward_on_one_device_is_refused(engine):
+    import torch
+
+    class Late(torch.nn.Linear):
+        def forward(self, x):
+            self.more = torch.nn.Linear(3, 3)
+            return self.more(super().forward(x))
+    replicas = mgpu.initialize(Late(6, 3), [mgpu.cpu()])
+    with pytest.raises(RuntimeError, match="made a layer"):
+        replicas([mgpu.put(np.ones((2, 6), "float32"), mgpu.cpu())])

@@ -24,8 +24,8 @@ from mgpu.backends import containers
 from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Joint, Runner,
                                            Sources)
 from mgpu.backends._torch.graph import read
-from mgpu.backends._torch.tree import (Contents, Tree, plain_network,
-                                       redirect, version)
+from mgpu.backends._torch.tree import (TABLES, Contents, Tree, made_more,
+                                       plain_network, redirect, version)
 from mgpu.backends._workers import inside_worker
 from mgpu.backends.containers import Batch, Call, Probed
 
@@ -237,9 +237,13 @@ class DeviceCopies:
 
     def _read(self) -> Tree:
         """The network's modules and arrays as they are now."""
-        if self._tree is None or not self._tree.is_current():
-            self._tree = Tree(self.net)
-        return self._tree
+        tree, self._tree = self._tree, None
+        if tree is None or not tree.is_current():
+            tree = None         # what only it keeps alive is not read again
+            tree = Tree(self.net)
+        if not tree.has_graphs():
+            self._tree = tree
+        return tree
 
     def _overwrite(self, i: int, arrays: Sequence[torch.Tensor],
                    some: bool = False) -> dict[int, Any]:
@@ -347,7 +351,7 @@ class DeviceCopies:
             more.setdefault(key, []).append(name)
         for module in tree.modules:
             own, key = module.__dict__.copy(), id(module)
-            for name in ("_parameters", "_buffers", "_modules"):
+            for name in TABLES:
                 own[name] = {name: memo.get(id(x))
                              for name, x in own[name].items()}
             own.pop("_compiled_call_impl", None)
@@ -379,9 +383,7 @@ class DeviceCopies:
         arrays = {} if plain else {key: memo[key] for key in tree.arrays}
         return _Copy(
             copies[0], leaves, originals, modules,
-            Contents([table for copy in copies for table in (
-                vars(copy), copy._buffers, copy._parameters, copy._modules)]),
-            arrays, _stamps(arrays.values()), alive)
+            Contents(copies), arrays, _stamps(arrays.values()), alive)
 
     # -- what forward sets ----------------------------------------------------
 
@@ -399,16 +401,12 @@ class DeviceCopies:
                     "for its own examples. Write to it outside of forward.")
         if copy.contents.are_same():
             return found
-        tables = copy.contents.before()
-        for module, before, buffers, *_ in zip(
-                tree.modules, *[tables] * 4, strict=True):
+        for module, (before, _, buffers, _) in zip(
+                tree.modules, copy.contents.before(), strict=True):
             after = copy.modules[id(module)].__dict__
             if any(len(after[name]) != len(vars(module)[name])
                    for name in ("_modules", "_parameters")):
-                raise RuntimeError(
-                    f"forward of {type(module).__name__} made a layer or a "
-                    "parameter. Call the network once before it runs on "
-                    "several devices.")
+                raise made_more(module)
             found.attributes.extend(
                 (module, name, redirect(x, copy.originals))
                 for name, x in after.items()
@@ -499,10 +497,12 @@ class DeviceCopies:
         together = self._meaning.begin(active, tree)
         key = tree.key, self._meaning.mode
         if len(self.devices) == 1 and together is None \
-                and not self._meaning.dresses():
+                and not tree.compiled and not self._meaning.dresses():
             args, kwargs = calls[0]
-            return dict(enumerate(self._forward({0: functools.partial(
-                self._meaning.call, 0, self.net, args, kwargs)}, key)))
+            results = self._forward({0: functools.partial(
+                self._meaning.call, 0, self.net, args, kwargs)}, key)
+            tree.check_sizes()
+            return dict(enumerate(results))
         with torch.inference_mode(False), torch.no_grad():
             copies = {i: self._copy(i, tree, sources, batch, plain=plain)
                       for i in active}

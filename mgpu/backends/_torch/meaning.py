@@ -4,6 +4,7 @@ Only the copies of modules that a pass makes are changed; the user's modules
 stay as they are.
 """
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ class GluonMeaning(Meaning):
         #: ``train`` says
         self._modes: list[bool | None] = []
         #: what the modes depend on
-        self._planned: tuple[Tree | None, bool] = None, False
+        self._planned: tuple[Any, bool] = None, False
         self._paths: list[str] = []
         #: numbers of the layers that `_forward` may replace
         self._replaced: list[int] = []
@@ -80,7 +81,7 @@ class GluonMeaning(Meaning):
     def begin(self, active: Sequence[int], tree: Tree) -> Runner | None:
         network = self._network
         training = network.backend.is_training()
-        if self._planned != (tree, training):
+        if self._planned != (weakref.ref(tree), training):
             self._plan(tree, training)
         self._between, self._passes = {}, {}
         self._key = None
@@ -104,7 +105,7 @@ class GluonMeaning(Meaning):
             if isinstance(layer, BATCH_NORMS) or takes_masks(layer)]
         self._changed = modes != [layer.training for layer in layers] \
             or any(modes[n] for n in self._replaced)
-        self._planned = tree, training
+        self._planned = weakref.ref(tree), training
 
     def dresses(self) -> bool:
         return self._changed or self._network.seen is not None \

@@ -19,6 +19,8 @@ from mgpu.backends.base import STATISTICS
 _INTERNAL = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
 _HOOKS = frozenset(name for name in _INTERNAL if name.endswith("hooks"))
 _PLAIN = _INTERNAL - _HOOKS
+#: of a module, by name
+TABLES = "_parameters", "_buffers", "_modules"
 #: values that hold nothing
 ATOMS = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype,
          torch.device, torch.Size, types.BuiltinFunctionType)
@@ -31,6 +33,12 @@ _UNSUPPORTED = {"ScriptModule", "DistributedDataParallel", "DataParallel",
 def plain_network(net: nn.Module) -> nn.Module:
     """The module that `torch.compile` wraps, else `net`."""
     return getattr(net, "_orig_mod", net)
+
+
+def made_more(module: nn.Module) -> RuntimeError:
+    return RuntimeError(
+        f"forward of {type(module).__name__} made a layer or a parameter. "
+        "Call the network once before it runs on several devices.")
 
 
 def version(x: Any) -> Any:
@@ -55,24 +63,34 @@ class _Same:
 
 
 class Contents:
-    """What dicts hold, to be compared with what they hold later."""
+    """What the tables of modules hold, to be compared with what they hold
+    later."""
 
-    def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
-        self._dicts, self._sizes = dicts, [*map(len, dicts)]
-        self._keys = [*chain.from_iterable(dicts)]
-        self._values = [*chain.from_iterable(map(dict.values, dicts))]
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._owners, self._tables = modules, [*map(vars, modules)]
+        self._dicts = [x for table in self._tables for x in (
+            table, *map(table.__getitem__, TABLES))]
+        self._sizes = [*map(len, self._dicts)]
+        self._keys = [*chain.from_iterable(self._dicts)]
+        self._values = [*chain.from_iterable(map(dict.values, self._dicts))]
 
     def are_same(self) -> bool:
-        """Whether all dicts hold the same objects as before."""
-        return [*map(len, self._dicts)] == self._sizes \
+        """Whether all of them hold the same objects as before."""
+        return all(map(is_, map(vars, self._owners), self._tables)) \
+            and [*map(len, self._dicts)] == self._sizes \
             and [*chain.from_iterable(self._dicts)] == self._keys \
             and all(map(is_, chain.from_iterable(
                 map(dict.values, self._dicts)), self._values))
 
-    def before(self) -> Iterator[dict[Any, Any]]:
-        """What each dict has held."""
+    def sizes(self) -> Iterator[tuple[int, ...]]:
+        """How much each module's ``__dict__`` and `TABLES` have held."""
+        return zip(*[iter(self._sizes)] * (1 + len(TABLES)), strict=True)
+
+    def before(self) -> Iterator[tuple[dict[str, Any], ...]]:
+        """What each module's ``__dict__`` and `TABLES` have held."""
         items = zip(self._keys, self._values)
-        return (dict(islice(items, size)) for size in self._sizes)
+        dicts = (dict(islice(items, size)) for size in self._sizes)
+        return zip(*[dicts] * (1 + len(TABLES)), strict=True)
 
 
 class Tree:
@@ -89,6 +107,8 @@ class Tree:
         Each once; also those in plain lists, closures and bound methods.
     paths : list of str
         Of the first of them, which are registered.
+    compiled : bool
+        Whether a module is.
     arrays : dict
         id -> parameter, buffer, or another tensor that requires a gradient.
     references, values : dict
@@ -126,8 +146,10 @@ class Tree:
         self.modules = waiting
         self.key = tuple((id(m), type(m), m.training) for m in waiting)
         self._types = [*map(type, waiting)]
-        self._contents = Contents([table for m in waiting for table in (
-            m.__dict__, m._parameters, m._buffers, m._modules)])
+        self.compiled = any(type(m).__name__ == "OptimizedModule"
+                            or m._compiled_call_impl is not None
+                            for m in waiting)
+        self._contents = Contents(waiting)
         self._tensors += self.arrays.values()
         self._trained = [*map(_requires_grad, self._tensors)]
 
@@ -139,6 +161,18 @@ class Tree:
             and [*map(_requires_grad, self._tensors)] == self._trained \
             and all(len(now := [*inside(x)]) == len(held)
                     and all(map(is_, now, held)) for x, held in self._inside)
+
+    def has_graphs(self) -> bool:
+        """Whether it would keep the graph of an earlier pass alive."""
+        return not all(x.is_leaf for x in self._tensors)
+
+    def check_sizes(self) -> None:
+        """RuntimeError if a module has more layers or parameters now."""
+        for module, (_, parameters, _, modules) in zip(
+                self.modules, self._contents.sizes()):
+            if (len(module._parameters), len(module._modules)) \
+                    != (parameters, modules):
+                raise made_more(module)
 
     @functools.cached_property
     def statistics(self) -> list[torch.Tensor]:
