@@ -85,7 +85,9 @@ def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int,
 
 
 def _is_array(data: Any) -> bool:
-    return hasattr(data, "shape") and not isinstance(data, np.generic)
+    # Of the type: MXNet computes the shape of an array each time.
+    return (hasattr(type(data), "shape") or hasattr(data, "shape")) \
+        and not isinstance(data, np.generic)
 
 
 def _made_anew(data: Any, row: list[Any]) -> Any:
@@ -142,7 +144,7 @@ def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
 def leaves(data: Any) -> list[Any]:
     """Everything in `data` that holds no other data, in order; without
     None."""
-    if hasattr(data, "shape"):
+    if _is_array(data):
         return [data]
     if isinstance(data, Mapping):
         data = list(data.values())

@@ -888,19 +888,21 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         step."""
         return [] if self.joint and self._missed else self._trained
 
-    @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
+    def told(self) -> AbstractContextManager[None]:
         """Passes in the block meet those of other processes: these hear of an
         error in it. Buffers are as before it then, as on those that the
         error kept from their backward pass."""
+        return self._told() if self.joint else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
         before = [(p, self.backend.to_numpy(p.data()))
-                  for p in (self.buffers() if self.joint and self.span.wide
+                  for p in (self.buffers() if self.span.wide
                             and self.complete else ())]
         try:
             yield
         except BaseException as error:
-            if self.joint:
-                self.span.world.tell_once(error)
+            self.span.world.tell_once(error)
             with self.backend.scope(recording=False):
                 for p, value in before:
                     p.write(value)

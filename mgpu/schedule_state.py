@@ -53,11 +53,15 @@ class ScheduleState:
         finally:
             self._put(before, self._changed(before))
 
-    @contextlib.contextmanager
-    def moving(self, schedule: Any) -> Iterator[None]:
+    def moving(self, schedule: Any) -> contextlib.AbstractContextManager[None]:
         """Inside the block an update asks `schedule`: what the calls change
         stays, unless the block fails."""
         self.meet(schedule)
+        return contextlib.nullcontext() if schedule is None \
+            else self._moving()
+
+    @contextlib.contextmanager
+    def _moving(self) -> Iterator[None]:
         before, self._keeps = self._read(), True
         try:
             yield

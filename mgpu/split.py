@@ -209,7 +209,8 @@ def _load(data: Any, devices: Sequence[Device], batch_axis: int,
 
         def place(begin: int, end: int, device: Device) -> Any:
             with probes.mark(device):
-                return backend.put(cut(x, batch_axis, begin, end), device)
+                return backend.put(cut(x, batch_axis, begin, end)
+                                   if end - begin < size else x, device)
         return [place(begin, end, device) for (begin, end), device
                 in zip(shard_bounds(size, k, weights), devices,
                        strict=True)]
@@ -393,7 +394,9 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
     if n in ([], [0]):
         raise ValueError("a batch needs at least one row; received an empty "
                          "one. Leave it out.")
-    check_lists(X, y, n[0])
+    if isinstance(X, (list, tuple, Mapping)) \
+            or isinstance(y, (list, tuple, Mapping)):
+        check_lists(X, y, n[0])
     shards = _load(X, devices, 0, even_split, weights)
     return shards, shards if whole else _load(y, devices, 0, even_split,
                                               weights)

@@ -937,8 +937,9 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             if name not in self._states:
                 self._states[name] = rule.create_state(weight, backend.ops)
             lr_mult, wd_mult = self.multipliers(p)
-            _check_number(f"lr_mult of {name!r}", lr_mult)
-            _check_number(f"wd_mult of {name!r}", wd_mult)
+            for what, x in ("lr_mult", lr_mult), ("wd_mult", wd_mult):
+                if type(x) is not float or x != 1.0:
+                    _check_number(f"{what} of {name!r}", x)
             rule.check_rate(rate * lr_mult)
             work.append(Update(
                 name, weight, backend.grad(weight), rate * lr_mult,

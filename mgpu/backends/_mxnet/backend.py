@@ -479,7 +479,8 @@ class MXNetBackend(base.Backend):
         errors = []
         for x in arrays:
             try:
-                self.host_views([x], to_read=True)
+                if _place(x)[0] == _CPU:
+                    x.wait_to_read()
             except Exception as failed:
                 errors.append(failed)
         return errors

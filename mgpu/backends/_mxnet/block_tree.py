@@ -88,7 +88,7 @@ class BlockTree:
         return self._memo.get(id(x), x)
 
     def _copy(self, x: Any) -> None:
-        memo, found = self._memo, containers.parts(x)
+        memo = self._memo
         if is_array(x):
             memo[id(x)] = on_context(x, self.context)
         elif isinstance(x, (np.ndarray, bytearray)):
@@ -123,7 +123,7 @@ class BlockTree:
             self._copy_function(x)
         elif isinstance(x, (set, frozenset)):
             memo[id(x)] = type(x)(map(self.copy, x))
-        elif found is not None:
+        elif (found := containers.parts(x)) is not None:
             memo[id(x)] = x         # while it is read
             memo[id(x)] = containers.rebuild(
                 x, found[0], list(map(self.copy, found[1])))

@@ -115,8 +115,10 @@ class DeviceStatistics:
     def settle(self) -> None:
         """Copy to the network what it takes of another device; again after
         each backward pass, until the next pass that trains."""
+        if not self._sources:
+            return
         with autograd.pause():
-            for p in self.parameters if self._sources else ():
+            for p in self.parameters:
                 i = self._sources.get(id(p))
                 values = None if i is None else self._valid(i, p)
                 if values is not None:

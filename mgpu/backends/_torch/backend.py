@@ -91,6 +91,8 @@ class TorchBackend(Gradients, base.Backend):
             x = torch.from_numpy(messages.host_array(x))
             if target.type == "cpu":    # host_array has made a copy
                 return x if want is None else x.to(want)
+        if x.device == target and want is None:
+            return x.clone()
         return x.to(device=target, dtype=want or x.dtype, copy=True,
                     non_blocking=x.is_pinned() if x.device.type == "cpu"
                     and target.type == "cuda" else False)

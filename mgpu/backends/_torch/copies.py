@@ -532,9 +532,9 @@ class DeviceCopies:
         """At the same time, unless the devices draw from one stream: then in
         turn, as the first pass of each structure and mode, which tells."""
         if self._draws.get(key) is False:
-            before = torch.get_rng_state()
+            before = _streams(False)
             results = self._run(list(thunks.values()))
-            if not torch.equal(before, torch.get_rng_state()):
+            if _streams(False) != before:
                 self._draws[key] = True     # from now on in turn
             return results
         if len(self._draws) > 16:
