@@ -498,10 +498,11 @@ class DeviceCopies:
         key = tree.key, self._meaning.mode
         if len(self.devices) == 1 and together is None \
                 and not tree.compiled and not self._meaning.dresses():
-            args, kwargs = calls[0]
+            (args, kwargs), sizes = calls[0], tree.sizes()
             results = self._forward({0: functools.partial(
                 self._meaning.call, 0, self.net, args, kwargs)}, key)
-            tree.check_sizes()
+            if tree.sizes() != sizes:
+                raise made_more(self.net)
             return dict(enumerate(results))
         with torch.inference_mode(False), torch.no_grad():
             copies = {i: self._copy(i, tree, sources, batch, plain=plain)

@@ -82,10 +82,6 @@ class Contents:
             and all(map(is_, chain.from_iterable(
                 map(dict.values, self._dicts)), self._values))
 
-    def sizes(self) -> Iterator[tuple[int, ...]]:
-        """How much each module's ``__dict__`` and `TABLES` have held."""
-        return zip(*[iter(self._sizes)] * (1 + len(TABLES)), strict=True)
-
     def before(self) -> Iterator[tuple[dict[str, Any], ...]]:
         """What each module's ``__dict__`` and `TABLES` have held."""
         items = zip(self._keys, self._values)
@@ -166,13 +162,9 @@ class Tree:
         """Whether it would keep the graph of an earlier pass alive."""
         return not all(x.is_leaf for x in self._tensors)
 
-    def check_sizes(self) -> None:
-        """RuntimeError if a module has more layers or parameters now."""
-        for module, (_, parameters, _, modules) in zip(
-                self.modules, self._contents.sizes()):
-            if (len(module._parameters), len(module._modules)) \
-                    != (parameters, modules):
-                raise made_more(module)
+    def sizes(self) -> list[tuple[int, int]]:
+        """How many parameters and layers each module has now."""
+        return [(len(m._parameters), len(m._modules)) for m in self.modules]
 
     @functools.cached_property
     def statistics(self) -> list[torch.Tensor]:
