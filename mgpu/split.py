@@ -182,11 +182,11 @@ def split_and_load(data: Any, devices: Any = None, batch_axis: int = 0,
         raise TypeError("data must hold an array to split; received "
                         f"{type(data).__name__}. Pass a native or NumPy "
                         "array, or a list of numbers.")
-    return _load(data, devices, batch_axis, even_split, weights)
+    return _split_and_load(data, devices, batch_axis, even_split, weights)
 
 
-def _load(data: Any, devices: Sequence[Device], batch_axis: int,
-          even_split: bool, weights: Sequence[float] | None) -> list[Any]:
+def _split_and_load(data: Any, devices: Sequence[Device], batch_axis: int,
+                    even_split: bool, weights: Sequence[float] | None) -> list[Any]:
     k, backend = len(devices), get_backend()
 
     def check_even(size: int, shape: tuple[int, ...]) -> None:
@@ -373,7 +373,7 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
     _check_dense((X, y))
     n, m = (sorted(set(row_counts(data))) for data in (X, y))
     if n != m and len(n) == 1 and isinstance(y, list) and n == [len(y)]:
-        shards = _load(X, devices, 0, even_split, weights)
+        shards = _split_and_load(X, devices, 0, even_split, weights)
         bounds = shard_bounds(len(y), len(shards), weights)
         return shards, [[nested.map_leaves(partial(_to, device), one)
                          for one in y[begin:end]] for device, (begin, end)
@@ -397,6 +397,6 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
     if isinstance(X, (list, tuple, Mapping)) \
             or isinstance(y, (list, tuple, Mapping)):
         check_lists(X, y, n[0])
-    shards = _load(X, devices, 0, even_split, weights)
-    return shards, shards if whole else _load(y, devices, 0, even_split,
-                                              weights)
+    shards = _split_and_load(X, devices, 0, even_split, weights)
+    return shards, shards if whole else _split_and_load(
+        y, devices, 0, even_split, weights)

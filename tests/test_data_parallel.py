@@ -446,18 +446,36 @@ def test_batch_statistics_of_all_devices(backend, devices):
 
 
 @ON_TORCH
-def test_what_batch_statistics_of_all_devices_do_not_support(backend):
+def test_dropout_between_batch_statistics_of_all_devices(backend, devices):
+    """Draws the same masks in every run, from the stream that all threads
+    share; each device its own."""
     import torch
     from torch import nn
-    X, y = torch_batch(8, 0)
-    for layers, error in (
-            ([nn.Dropout()], "draws from torch"),
-            ([nn.Linear(6, 3)], "no second derivatives")):
+
+    def outputs():
         net = mgpu.DataParallel(nn.Sequential(
-            nn.BatchNorm1d(6), *layers).double(), on(0, 1), batch_norm="sync")
-        with pytest.raises((NotImplementedError, RuntimeError), match=error):
-            torch.autograd.grad(net(X).sum(), list(net.parameters()),
-                                create_graph=True)
+            nn.Dropout(), nn.BatchNorm1d(6), nn.Dropout()).double(), devices,
+            batch_norm="sync")
+        torch.manual_seed(3)
+        return torch.stack([net(torch.ones(8, 6).double())
+                            for _ in range(4)])
+    first = outputs()
+    for _ in range(3):
+        torch.testing.assert_close(outputs(), first, rtol=0, atol=0)
+    rows = first.reshape(-1, 6).unique(dim=0)
+    assert len(rows) > 16       # of 32: no mask is that of all devices
+
+
+@ON_TORCH
+def test_batch_statistics_of_all_devices_have_no_second_derivatives(backend):
+    import torch
+    from torch import nn
+    net = mgpu.DataParallel(nn.Sequential(
+        nn.BatchNorm1d(6), nn.Linear(6, 3)).double(), on(0, 1),
+        batch_norm="sync")
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(net(torch_batch(8, 0)[0]).sum(),
+                            list(net.parameters()), create_graph=True)
 
 
 @ON_TORCH

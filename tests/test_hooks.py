@@ -250,6 +250,77 @@ def test_what_a_backward_hook_keeps_changes_no_number(backend, devices, put):
     trains_as_plain(perceptron, devices, lambda net: put(net, {}))
 
 
+def _keeping(how):
+    """A network with a dropout layer that keeps a gradient in an attribute,
+    and a number of backward passes."""
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 4)
+            self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.0)
+            self.passes, self.kept = 0, None
+            if how == "layer":
+                self.a.register_full_backward_hook(self.keep)
+
+        def keep(self, *given):
+            self.passes += 1
+            gradient = given[-1]
+            self.kept = gradient[0] if how == "layer" else gradient
+
+        def forward(self, x):
+            y = self.a(x)
+            if how == "tensor" and y.requires_grad:
+                self.features = y
+                y.register_hook(self.keep)
+            return self.norm(self.drop(self.b(y)))
+    torch.manual_seed(0)
+    return Net().double()
+
+
+@TORCH
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("how", ["tensor", "layer"])
+def test_attributes_that_a_backward_hook_sets_are_the_networks(
+        backend, devices, how):
+    """As in Grad-CAM: arrays of all rows, on one device or on several."""
+    x = np.random.default_rng(0).normal(size=(4 * len(devices), 6))
+    x = np.concatenate([x[:4]] * len(devices))  # the same batch statistics
+    net = _keeping(how)
+    replicas = mgpu.initialize(net, devices)
+    for step in range(3):
+        plain = _keeping(how)
+        (plain(replicas.backend.put(x, devices[0])) ** 2).sum().backward()
+        with mgpu.record():
+            losses = [(y ** 2).sum() for y in replicas(
+                mgpu.split_and_load(x, devices))]
+        mgpu.backward(losses)
+        assert net.passes == step + 1 and plain.passes == 1
+        assert net.kept.shape == plain.kept.shape
+        assert np.abs(mgpu.to_numpy(net.kept - plain.kept)).max() < 1e-12
+
+
+@TORCH
+def test_what_backward_hooks_keep_is_freed(backend, devices):
+    """Though a hook holds the network, and that a tensor of its graph."""
+    import gc
+    import weakref
+    net, ends = _keeping("tensor"), []
+    replicas = mgpu.initialize(net, devices)
+    for _ in range(4):
+        with mgpu.record():
+            losses = [(y ** 2).sum() for y in replicas(mgpu.split_and_load(
+                np.ones((6, 6)), devices))]
+        mgpu.backward(losses)
+        ends.append(weakref.ref(net.features))
+        del losses
+    gc.collect()
+    # devices go on with their parts of the last but one
+    assert all(end() is None for end in ends[:-2])
+
+
 # -- layers and parameters that are changed -----------------------------------
 
 def another_layer(net):

@@ -21,8 +21,12 @@ from mgpu.backends._torch import strict
 
 _TOKEN = torch.empty(0)
 
-#: run(thunks): the results of thunks, one for each device
-Runner = Callable[[Sequence[Callable[[], Any]]], list[Any]]
+#: run(thunks): the results of thunks, one for each device. Where they wait
+#: for each other, run(thunks, turn) lets one run at a time, number n inside
+#: of turn(n)
+Runner = Callable[..., list[Any]]
+#: ended(last): a backward pass has ended; `last`: there can be no other
+Ended = Callable[[bool], None]
 
 
 @dataclass
@@ -55,7 +59,7 @@ class DeviceGraph:
 class _Hold:
     """Lives as long as autograd keeps the buffers of a device's graph."""
 
-    def __init__(self, graph: DeviceGraph) -> None:
+    def __init__(self, graph: Any) -> None:
         self.graph = graph
 
 
@@ -95,9 +99,10 @@ class Joint:
         self.run, self.one_call, self.locked = run, one_call, locked
 
     def connect(self, graphs: Mapping[int, DeviceGraph],
-                sources: Sequence[torch.Tensor]
+                sources: Sequence[torch.Tensor], ended: Ended | None = None
                 ) -> dict[int, Iterator[torch.Tensor]]:
-        """The roots of all devices as outputs of one node over `sources`."""
+        """The roots of all devices as outputs of one node over `sources`;
+        `ended` is called behind each of its backward passes."""
         holds = {i: _Hold(graph) for i, graph in graphs.items()
                  if graph.roots}
         found: dict[int, Iterator[torch.Tensor]] = {
@@ -105,7 +110,7 @@ class Joint:
         if not holds:
             return found
         ready: dict[int, _Hold | DeviceGraph] = {}
-        joined = _Boundary.apply(self, holds, ready, *sources)
+        joined = _Boundary.apply(self, holds, ready, ended, *sources)
         at = 0
         for i in list(holds):
             # autograd alone keeps the hold: once it drops it, nobody asks
@@ -206,9 +211,11 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, joint: Joint, holds: Mapping[int, _Hold],
-                ready: dict[int, Any], *sources: torch.Tensor) -> Any:
+                ready: dict[int, Any], ended: Ended | None,
+                *sources: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.joint, ctx.ready, ctx.sources = joint, ready, sources
+        ctx.ended = ended
         ctx.holds = {i: weakref.ref(hold) for i, hold in holds.items()}
         ctx.counts = {i: len(h.graph.roots) for i, h in holds.items()}
         return tuple(root.detach() for hold in holds.values()
@@ -229,6 +236,11 @@ class _Boundary(torch.autograd.Function):
             else ctx.joint.sums
         with ctx.joint.locked():
             totals = run(work, ctx.sources)
+            if ctx.ended is not None:
+                last = all(hold() is None for hold in ctx.holds.values())
+                ctx.ended(last)
+                if last:
+                    ctx.ended = None
         for source, total in zip(ctx.sources, totals, strict=True):
             if total is None and source._backward_hooks:
                 _during_pass(source._backward_hooks, lambda hook: lambda g:
@@ -236,7 +248,7 @@ class _Boundary(torch.autograd.Function):
             if total is None and source._post_accumulate_grad_hooks:
                 _during_pass(source._post_accumulate_grad_hooks, partial(
                     _if_new, *_gradient_of(source)))
-        return None, None, None, *totals
+        return None, None, None, None, *totals
 
 
 class _Keep(torch.autograd.Function):
@@ -266,6 +278,38 @@ class _Keep(torch.autograd.Function):
             ctx.spare = ctx.ready.pop(ctx.i)
         if not unused:
             ctx.ready[ctx.i], ctx.spare = ctx.spare.graph, None
+        return None, None, *heads
+
+
+def told(roots: Sequence[torch.Tensor], ended: Ended
+         ) -> Iterator[torch.Tensor]:
+    """`roots`, which no leaf is among; `ended` is called behind each backward
+    pass of them."""
+    if not roots:
+        return iter(())
+    hold = _Hold(None)
+
+    def pack(_: Any, hold: _Hold = hold) -> _Hold:
+        return hold
+    with saved_tensors_hooks(pack, lambda hold: _TOKEN):
+        return iter(_Telling.apply(ended, weakref.ref(hold), *roots))
+
+
+class _Telling(torch.autograd.Function):
+    """Roots -> the same."""
+
+    @staticmethod
+    def forward(ctx: Any, ended: Ended, hold: "weakref.ref[_Hold]",
+                *roots: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.ended, ctx.hold = ended, hold
+        ctx.save_for_backward(_TOKEN)
+        return tuple(root.detach() for root in roots)
+
+    @staticmethod
+    def backward(ctx: Any, *heads: Any) -> Any:
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: ctx.ended(ctx.hold() is None))
         return None, None, *heads
 
 

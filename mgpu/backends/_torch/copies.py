@@ -21,9 +21,10 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from mgpu.backends import containers
-from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Joint, Runner,
-                                           Sources)
+from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Ended, Joint,
+                                           Runner, Sources, told)
 from mgpu.backends._torch.graph import read
+from mgpu.backends._torch.streams import Draws, Queue, watch
 from mgpu.backends._torch.tree import (TABLES, Contents, Tree, made_more,
                                        plain_network, redirect, version)
 from mgpu.backends._workers import inside_worker
@@ -91,6 +92,13 @@ class Meaning:
     #: the mode of the pass that has begun: those of one mode draw random
     #: numbers alike
     mode: Any = None
+    #: in a pass of devices that run at the same time
+    queue: Queue | None = None
+
+    @property
+    def compiles(self) -> bool:
+        """Whether this pass runs compiled code."""
+        return False
 
     @property
     def own_statistics(self) -> bool:
@@ -156,6 +164,8 @@ class DeviceCopies:
             {} for _ in devices]
         self._draws: dict[Any, bool] = {}
         self._draws_backward: bool | None = None    # not known yet
+        self._compiled = False      # the network of the last pass
+        self._by_chance = False     # which device drew what, in the last pass
         self._checked: Any = None
         self._tree: Tree | None = None      # of the last pass
         #: leaves of the last pass, and its graph: not kept alive here
@@ -387,8 +397,8 @@ class DeviceCopies:
 
     # -- what forward sets ----------------------------------------------------
 
-    def _changes(self, tree: Tree, copy: _Copy) -> _Changes:
-        found = _Changes([], [])
+    def _check_parameters(self, tree: Tree, copy: _Copy) -> None:
+        """Refuse a forward that has written to a parameter."""
         stamps = _stamps(copy.arrays.values())
         for key, old, new in zip(copy.arrays, copy.stamps, stamps) \
                 if stamps != copy.stamps else ():
@@ -399,24 +409,6 @@ class DeviceCopies:
                     f"forward writes to the parameter {name}, as "
                     "nn.Embedding(max_norm=) does: each device would write "
                     "for its own examples. Write to it outside of forward.")
-        if copy.contents.are_same():
-            return found
-        for module, (before, _, buffers, _) in zip(
-                tree.modules, copy.contents.before(), strict=True):
-            after = copy.modules[id(module)].__dict__
-            if any(len(after[name]) != len(vars(module)[name])
-                   for name in ("_modules", "_parameters")):
-                raise made_more(module)
-            found.attributes.extend(
-                (module, name, redirect(x, copy.originals))
-                for name, x in after.items()
-                if before.get(name, _MISSING) is not x)
-            found.attributes.extend((module, name, _MISSING)
-                                    for name in before if name not in after)
-            found.buffers.extend(
-                (module, name, x) for name, x in after["_buffers"].items()
-                if buffers.get(name, _MISSING) is not x)
-        return found
 
     def _commit(self, changes: dict[int, _Changes], batch: Batch) -> None:
         """Set what forward has set: attributes joined like outputs, else
@@ -496,6 +488,7 @@ class DeviceCopies:
         tree, sources = self._read(), Sources()
         together = self._meaning.begin(active, tree)
         key = tree.key, self._meaning.mode
+        self._compiled = tree.compiled or self._meaning.compiles
         if len(self.devices) == 1 and together is None \
                 and not tree.compiled and not self._meaning.dresses():
             (args, kwargs), sizes = calls[0], tree.sizes()
@@ -517,46 +510,80 @@ class DeviceCopies:
             args, kwargs = calls[i]
             return self._meaning.call(i, copies[i].net, args, kwargs)
         thunks = {i: functools.partial(forward, i) for i in active}
-        results = self._forward(thunks, key) if together is None \
-            else _meeting(together, list(thunks.values()))
+        results = self._forward(thunks, key, together)
         outputs = dict(zip(active, results, strict=True))
-        changes = {i: self._changes(tree, copies[i]) for i in active}
-        if recorded and not plain:
-            self._join(tree, sources, copies, outputs, changes,
-                       together is not None)
+        for made in copies.values():
+            self._check_parameters(tree, made)
+        changes = {i: _changes(tree, copies[i]) for i in active}
+        if recorded:
+            ended = functools.partial(self._ended, tree, copies, batch,
+                                      self._compiled)
+            if plain:
+                outputs[0] = _told(outputs[0], ended)
+            else:
+                self._join(tree, sources, copies, outputs, changes,
+                           together is not None, ended)
         self._commit(changes, batch)
         with torch.inference_mode(False), torch.no_grad():
             self._commit_buffers(tree, copies)
         return outputs
 
-    def _forward(self, thunks: dict[int, Any], key: Any) -> list[Any]:
+    def _forward(self, thunks: dict[int, Any], key: Any,
+                 together: Runner | None = None) -> list[Any]:
         """At the same time, unless the devices draw from one stream: then in
         turn, as the first pass of each structure and mode, which tells."""
+        self._by_chance = False
         if self._draws.get(key) is False:
-            before = _streams(False)
-            results = self._run(list(thunks.values()))
-            if _streams(False) != before:
+            before = _streams(together is not None)
+            queue = self._meaning.queue = Queue()
+            try:
+                results = (together or self._run)([
+                    functools.partial(queue.call, i, thunk)
+                    for i, thunk in thunks.items()])
+            finally:
+                self._meaning.queue = None
+            self._by_chance = _streams(together is not None) != before
+            if self._by_chance or queue.used:
                 self._draws[key] = True     # from now on in turn
             return results
         if len(self._draws) > 16:
             self._draws.clear()
         results, self._draws[key] = self._in_turn(
-            list(thunks), list(thunks.values()), self._draws.get(key, False))
+            list(thunks), list(thunks.values()), self._draws.get(key, False),
+            together)
         return results
 
     def _in_turn(self, devices: Sequence[int], thunks: Sequence[Any],
-                 drew: bool) -> tuple[list[Any], bool]:
+                 known: bool, together: Runner | None = None
+                 ) -> tuple[list[Any], bool]:
         """The results of the devices' thunks, and whether one of them has
-        drawn, if they had not `drew` before."""
-        results = []
-        with self._threads_of_devices(len(thunks)):
-            for i, thunk in zip(devices, thunks, strict=True):
-                cache = parametrize._cache = _Cache()   # which threads share
-                with self._meaning.turn(i) as told:
-                    results.append(thunk())
-                drew |= told() or cache.used
+        drawn, or it is `known`. Those that run `together` wait
+        for each other in between."""
+        caches = {i: _Cache() for i in devices}     # which threads share
+        looking = contextlib.nullcontext \
+            if known or together or self._compiled else Draws
+        drawn = []
+
+        @contextlib.contextmanager
+        def turn(i: int) -> Iterator[None]:
+            parametrize._cache = caches[i]
+            with self._meaning.turn(i) as drew, looking() as draws:
+                yield
+            # A forward that seeds the stream may leave it as it was.
+            drawn.append(drew() or draws is not None and draws.found)
+        try:
+            if together is not None:
+                results = together(thunks, lambda n: turn(devices[n]))
+            else:
+                results = []
+                with self._threads_of_devices(len(thunks)):
+                    for i, thunk in zip(devices, thunks, strict=True):
+                        with turn(i):
+                            results.append(thunk())
+        finally:
             parametrize._cache = {}
-        return results, drew
+        return results, known or any(drawn) or any(
+            cache.used for cache in caches.values())
 
     @contextlib.contextmanager
     def _threads_of_devices(self, count: int) -> Iterator[None]:
@@ -574,8 +601,17 @@ class DeviceCopies:
                   ) -> list[Any]:
         if self._draws_backward is not False or any(self._draws.values()):
             # In turn, as the first one, which tells.
-            results, self._draws_backward = self._in_turn(
-                devices, thunks, bool(self._draws_backward))
+            with Draws() if self._by_chance else contextlib.nullcontext() \
+                    as draws:
+                results, self._draws_backward = self._in_turn(
+                    devices, thunks, bool(self._draws_backward))
+            if draws is not None and draws.found:
+                raise RuntimeError(
+                    "the backward pass draws random numbers, as a checkpoint "
+                    "does that computes a forward pass again; but that pass "
+                    "was the first to draw from torch's default stream, and "
+                    "which device drew which numbers was chance. Repeat the "
+                    "step: from now on the devices take turns.")
             return results
         # Checkpoints set the default stream, and put it back: in K threads.
         state = torch.get_rng_state()
@@ -585,17 +621,10 @@ class DeviceCopies:
 
     def _join(self, tree: Tree, sources: Sources, copies: dict[int, _Copy],
               outputs: dict[int, Any], changes: dict[int, _Changes],
-              connected: bool) -> None:
+              connected: bool, ended: Ended) -> None:
         """Connect outputs and attributes with the network's own tensors."""
-        graphs = {}
-        for i, output in outputs.items():
-            roots = _recorded(output)
-            names: list[str | None] = [None] * len(roots)
-            for module, name, x in changes[i].attributes:
-                more = _recorded(x)
-                roots += more
-                names += [f"{type(module).__name__}.{name}"] * len(more)
-            graphs[i] = DeviceGraph(copies[i].leaves, roots, names, connected)
+        graphs = {i: DeviceGraph(copies[i].leaves, *_roots(
+            output, changes[i]), connected) for i, output in outputs.items()}
         if self._checked != tree.key:
             self._check_references(graphs, tree)
         inputs = list(sources)
@@ -603,7 +632,7 @@ class DeviceCopies:
             inputs = _reached(graphs, inputs)
         self._last = [(list(graph.leaves.values()), weakref.ref(graph))
                       for graph in graphs.values()]
-        joined = self._joint.connect(graphs, inputs)
+        joined = self._joint.connect(graphs, inputs, ended)
         for i in outputs:
             def take(x: torch.Tensor, i: int = i) -> torch.Tensor:
                 return next(joined[i]) if x.requires_grad else x
@@ -612,6 +641,19 @@ class DeviceCopies:
                 [(module, name, containers.replace(x, is_tensor, take))
                  for module, name, x in changes[i].attributes],
                 changes[i].buffers)
+
+    def _ended(self, tree: Tree, copies: dict[int, _Copy], batch: Batch,
+               compiled: bool, last: bool) -> None:
+        """A backward pass has ended: its hooks may have set attributes.
+        After the `last` one the copies stand for the network itself, but for
+        `compiled` ones, which are used again."""
+        if not all(made.contents.are_same() for made in copies.values()):
+            self._commit({i: _changes(tree, made)
+                          for i, made in copies.items()}, batch)
+        for module in tree.modules if last and not compiled else ():
+            for made in copies.values():
+                object.__setattr__(made.modules[id(module)], "__dict__",
+                                   vars(module))
 
     # -- checks ---------------------------------------------------------------
 
@@ -652,23 +694,15 @@ class _Cache(dict[Any, Any]):
 @contextlib.contextmanager
 def _watched_streams() -> Iterator[Callable[[], bool]]:
     before = _streams(True)
-    yield lambda: _streams(True) != before
+    watch.turn(True)
+    try:
+        yield lambda: _streams(True) != before
+    finally:
+        watch.turn(False)
 
 
 def _module_of(hook: Any) -> str:
     return str(getattr(hook, "__module__", type(hook).__module__))
-
-
-def _meeting(run: Runner, thunks: list[Any]) -> list[Any]:
-    """Run passes that wait for each other."""
-    before = _streams(True)
-    results = run(thunks)
-    if before != _streams(True):
-        raise NotImplementedError(
-            "batch_norm='sync' is not supported in a network whose forward "
-            "draws from torch's, NumPy's or Python's default stream. Use "
-            "nn.Dropout with mgpu.initialize, or batch_norm='per_device'.")
-    return results
 
 
 def _is_valid(one: _Held, x: Any, batch: Batch | None) -> bool:
@@ -739,6 +773,50 @@ def _clone(x: Any, device: torch.device, memo: dict[int, Any]) -> Any:
             _clone(value, device, memo) for value in found[1]])
     memo[id(x)] = new
     return new
+
+
+def _changes(tree: Tree, copy: _Copy) -> _Changes:
+    """What has been set in `copy` since the last call."""
+    found = _Changes([], [])
+    if copy.contents.are_same():
+        return found
+    for module, (before, _, buffers, _) in zip(
+            tree.modules, copy.contents.before(), strict=True):
+        after = copy.modules[id(module)].__dict__
+        if any(len(after[name]) != len(vars(module)[name])
+               for name in ("_modules", "_parameters")):
+            raise made_more(module)
+        found.attributes.extend(
+            (module, name, redirect(x, copy.originals))
+            for name, x in after.items()
+            if before.get(name, _MISSING) is not x)
+        found.attributes.extend((module, name, _MISSING)
+                                for name in before if name not in after)
+        found.buffers.extend(
+            (module, name, x) for name, x in after["_buffers"].items()
+            if buffers.get(name, _MISSING) is not x)
+    copy.contents.read()
+    return found
+
+
+def _roots(output: Any, changes: _Changes
+           ) -> tuple[list[torch.Tensor], list[str | None]]:
+    """The tensors of a pass that require a gradient; the names of those in
+    attributes."""
+    roots = _recorded(output)
+    names: list[str | None] = [None] * len(roots)
+    for module, name, x in changes.attributes:
+        more = _recorded(x)
+        roots += more
+        names += [f"{type(module).__name__}.{name}"] * len(more)
+    return roots, names
+
+
+def _told(output: Any, ended: Ended) -> Any:
+    """`output`; `ended` is called behind each backward pass of it."""
+    found = told([x for x in _recorded(output) if not x.is_leaf], ended)
+    return containers.replace(
+        output, is_tensor, lambda x: x if x.is_leaf else next(found))
 
 
 def _streams(others: bool) -> tuple[Any, ...]:

@@ -78,6 +78,10 @@ class GluonMeaning(Meaning):
         return backend.is_training() and backend.is_recording() \
             and self._network.normalise is None
 
+    @property
+    def compiles(self) -> bool:
+        return self._key is not None
+
     def begin(self, active: Sequence[int], tree: Tree) -> Runner | None:
         network = self._network
         training = network.backend.is_training()
@@ -130,7 +134,8 @@ class GluonMeaning(Meaning):
         network = self._network
         if self._changed:
             _set_modes(net, layers, self._modes)
-        here = self._passes[i] = _Pass(network, self._devices[i])
+        here = self._passes[i] = _Pass(network, self._devices[i],
+                                       lambda: self._take_turn(i))
         if network.seen is not None and not self._probing:
             between = self._between[i] = Between(network.seen, i,
                                                  network.functions)
@@ -205,6 +210,10 @@ class GluonMeaning(Meaning):
             blocks.append(torch.no_grad())
         return _inside(blocks) if blocks else contextlib.nullcontext()
 
+    def _take_turn(self, i: int) -> None:
+        if self.queue is not None:
+            self.queue.take_turn(i)
+
     def turn(self, i: int) -> contextlib.AbstractContextManager[
             Callable[[], bool]]:
         return standing_in(self._network.backend.generator(
@@ -223,8 +232,10 @@ def _inside(blocks: Sequence[contextlib.AbstractContextManager[Any]]
 class _Pass:
     """One pass of one device, and what a backward pass computes again."""
 
-    def __init__(self, network: "TorchNetwork", device: Any) -> None:
+    def __init__(self, network: "TorchNetwork", device: Any,
+                 take_turn: Callable[[], None]) -> None:
         self._network, self._device = network, device
+        self._take_turn = take_turn
         self.masks: dict[int, Any] = {}
         self._joint = network.normalise is not None
         self._state: Any = None
@@ -241,6 +252,7 @@ class _Pass:
         if not network.backend.is_recording() or self._joint \
                 or (saving(), torch.is_grad_enabled()) == self._state:
             return network.backend.generator(self._device)
+        self._take_turn()
         return None
 
     def keeps_statistics(self) -> bool:

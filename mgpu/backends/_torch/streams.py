@@ -117,6 +117,61 @@ def _give_turn() -> Sequence[Any] | None:
     return stop
 
 
+class Queue:
+    """Devices that run at the same time until one has to draw from torch's
+    default stream. It waits for the others to end, or to wait as well; then
+    these go on in turn, each with the stream as it was before: what their
+    checkpoints have kept.
+
+    Attributes
+    ----------
+    used : bool
+        Whether one has drawn.
+    """
+
+    def __init__(self) -> None:
+        self.used = False
+        self._change = threading.Condition()
+        self._running: set[int] = set()
+        self._waiting: set[int] = set()
+        self._turn: int | None = None       # the device that has it
+        self._before = torch.empty(0)
+
+    def call(self, i: int, thunk: Callable[[], Any]) -> Any:
+        """The result of the thunk of device `i`."""
+        with self._change:
+            self._change.wait_for(lambda: self._turn is None)
+            self._running.add(i)
+        try:
+            return thunk()
+        finally:
+            with self._change:
+                self._running.discard(i)
+                if self._turn == i:
+                    torch.set_rng_state(self._before)
+                    watch.turn(False)
+                    _everyone.release()
+                    self._turn = None
+                self._change.notify_all()
+
+    def take_turn(self, i: int) -> None:
+        """Wait until device `i` may draw, to the end of its thunk."""
+        with self._change:
+            if self._turn == i:
+                return
+            self._running.remove(i)
+            self._waiting.add(i)
+            self._change.notify_all()
+            self._change.wait_for(
+                lambda: self._turn is None and not self._running
+                and i == min(self._waiting))
+            self._waiting.remove(i)
+            self._turn, self.used = i, True
+        _everyone.acquire()
+        watch.turn(True)
+        self._before = torch.get_rng_state()
+
+
 class Draws(TorchDispatchMode):
     """Notices operations that draw from torch's default streams, also where
     the stream is put back behind them.

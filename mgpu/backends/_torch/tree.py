@@ -67,7 +67,12 @@ class Contents:
     later."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._owners, self._tables = modules, [*map(vars, modules)]
+        self._owners = modules
+        self.read()
+
+    def read(self) -> None:
+        """Compare with what they hold now."""
+        self._tables = [*map(vars, self._owners)]
         self._dicts = [x for table in self._tables for x in (
             table, *map(table.__getitem__, TABLES))]
         self._sizes = [*map(len, self._dicts)]
