@@ -186,7 +186,8 @@ def split_and_load(data: Any, devices: Any = None, batch_axis: int = 0,
 
 
 def _split_and_load(data: Any, devices: Sequence[Device], batch_axis: int,
-                    even_split: bool, weights: Sequence[float] | None) -> list[Any]:
+                    even_split: bool, weights: Sequence[float] | None
+                    ) -> list[Any]:
     k, backend = len(devices), get_backend()
 
     def check_even(size: int, shape: tuple[int, ...]) -> None:
