@@ -1134,7 +1134,7 @@ class Backend(ABC):
         """`mgpu.DataParallel`. `split` is its `BatchSplit`; ``remake(net)``
         makes the same of another network, and can be pickled.
         ``synchronize(active)`` begins a pass with joint batch statistics, and
-        returns `SyncBatchNorm.mean` and the function that runs the devices'
+        returns a `SyncBatchNorm` and the function that runs the devices'
         thunks."""
         raise NotImplementedError(
             f"DataParallel is not supported on {self.name} yet. Use "

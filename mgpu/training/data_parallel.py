@@ -30,8 +30,7 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
     devices : sequence of Device
         The first one is the network's.
     batch_norm : {"per_device", "sync"}
-        Batch statistics of each device's examples, or (PyTorch) of the whole
-        batch. The network's running statistics are updated by the first
+        Batch statistics of each device's examples, or of the whole batch. The network's running statistics are updated by the first
         device's, and in eval mode all devices use them.
     batch_axis : int or dict
         The axis of the examples: one for all arguments, or by argument name.
@@ -69,8 +68,7 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
 
     def synchronize(active: Sequence[int]) -> Any:
         meeting = Meeting(active)
-        return SyncBatchNorm(backend, meeting).mean, partial(
-            meeting.run, backend)
+        return SyncBatchNorm(backend, meeting), partial(meeting.run, backend)
     names = [p.name for p in backend.network(net).inputs()]
     return backend.data_parallel(
         net, devices, BatchSplit(names, batch_axis, whole,

@@ -366,12 +366,9 @@ class MXNetBackend(base.Backend):
     # -- running on several devices -----------------------------------------
 
     def data_parallel(self, net, devices, split, remake, synchronize):
-        if synchronize is not None:
-            raise NotImplementedError(
-                "DataParallel on mxnet supports batch_norm='per_device'; got "
-                "'sync'. Use mgpu.initialize for other policies.")
         return DataParallel(net, [self.handle(d) for d in devices], split,
-                            remake)
+                            remake, MXNetNetwork(self, net).batch_norms,
+                            synchronize)
 
     def parallel(self, thunks, *, rendezvous=False) -> list[Any]:
         if not rendezvous or len(thunks) < 2:

@@ -3,14 +3,17 @@
 The outputs are joined inside the recording: one graph, so that everything
 after it is Gluon's own.
 """
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from mgpu.backends._mxnet.batch_norms import BatchNorms
 from mgpu.backends._mxnet.block_tree import on_context
 from mgpu.backends._mxnet.copies import ContextCopies
 from mgpu.backends._mxnet.framework import mx
+from mgpu.backends._workers import run_in_turn
 from mgpu.backends.wrapper import Wrapper, delegate
 
 autograd, gluon = mx.autograd, mx.gluon
@@ -103,17 +106,23 @@ class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
 
     _copies: ContextCopies
     _split: Any                         # a BatchSplit
+    _batch_norms: BatchNorms
+    _synchronize: Callable[[Sequence[int]], Any] | None
+    _runner: Callable[[list[Any]], list[Any]]
 
     def __init__(self, net: Any, contexts: Sequence[Any], split: Any,
-                 remake: Callable[[Any], Any]) -> None:
+                 remake: Callable[[Any], Any], batch_norms: BatchNorms,
+                 synchronize: Callable[[Sequence[int]], Any] | None) -> None:
         self.__dict__.update({name: vars(net)[name] for name in (
             "_empty_prefix", "_prefix", "_params", "_name", "_scope",
             "_children", "_reg_params")})
         self.__dict__.update(
             module=net, _forward_hooks=type(net._forward_hooks)(),
             _forward_pre_hooks=type(net._forward_pre_hooks)(),
-            _copies=ContextCopies(net, contexts), _split=split,
-            _remake=remake)
+            _copies=ContextCopies(
+                net, contexts, run=lambda thunks: self._runner(thunks)),
+            _split=split, _remake=remake, _batch_norms=batch_norms,
+            _synchronize=synchronize, _runner=run_in_turn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs:
@@ -142,9 +151,29 @@ class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
             return copies.probe(call, len(contexts) - 1), stop - start
         joining = split.joining(bounds, contexts[0], (
             autograd.is_training(), autograd.is_recording()), probe)
-        outputs = copies.run(dict(enumerate(calls)), joining.batch())
+        with self._joint(range(len(calls))):
+            outputs = copies.run(dict(enumerate(calls)), joining.batch())
         return split.compared(joining.output(list(outputs.values())),
                               expected)
+
+    @contextlib.contextmanager
+    def _joint(self, active: Sequence[int]) -> Iterator[None]:
+        """Inside the block batch norms that train have joint statistics, if
+        they are to."""
+        if self._synchronize is None:
+            yield
+        elif not (autograd.is_recording() and autograd.is_training()):
+            with self._batch_norms.predicting(True):
+                yield
+        else:
+            rule, self.__dict__["_runner"] = self._synchronize(active)
+            contexts = self._copies.contexts
+            try:
+                with self._batch_norms.computed_by(
+                        rule, lambda x: contexts.index(x.ctx)):
+                    yield
+            finally:
+                self.__dict__["_runner"] = run_in_turn
 
 
 delegate(DataParallel, gluon.Block, (

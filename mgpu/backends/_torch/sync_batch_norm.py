@@ -26,12 +26,12 @@ class Synchronized(Meaning):
     ----------
     net : nn.Module
     begin : callable
-        ``begin(active)`` gives, for one pass, the joint means and a Runner
+        ``begin(active)`` gives, for one pass, a `SyncBatchNorm` and a Runner
         whose thunks may wait for each other.
     """
 
     def __init__(self, net: nn.Module, begin: Callable[
-            [Sequence[int]], tuple[Mean, Runner]]) -> None:
+            [Sequence[int]], tuple[Any, Runner]]) -> None:
         self._net, self._begin = net, begin
         self._mean: Mean | None = None
 
@@ -39,7 +39,8 @@ class Synchronized(Meaning):
         self._mean = None
         if not self._net.training:
             return None
-        self._mean, run = self._begin(active)
+        rule, run = self._begin(active)
+        self._mean = rule.mean
         return run
 
     def dresses(self) -> bool:
