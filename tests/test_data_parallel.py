@@ -623,6 +623,31 @@ def test_a_gluon_loop(backend, devices, name):
 
 @COUNTS
 @ON_MXNET
+def test_batch_statistics_of_all_contexts(backend, devices):
+    """``batch_norm="sync"``: those of one device, running ones too, and in
+    predictions."""
+    import mxnet as mx
+    from mxnet.gluon import nn
+
+    def script(wrap):
+        mx.random.seed(0)
+        net = nn.Sequential()
+        net.add(nn.Dense(4, in_units=6), nn.BatchNorm(in_channels=4),
+                nn.Activation("relu"),
+                nn.BatchNorm(in_channels=4, center=False, scale=False),
+                nn.Dense(3, in_units=4))
+        net.initialize(mx.init.Xavier())
+        net.cast("float64")
+        wrapped = wrap(net, batch_norm="sync")
+        found = gluon_loop(wrapped, sizes=(8, 7, 3, 8))
+        X, _ = numbers(9, 9)
+        return [*found, wrapped(mx.nd.array(X, dtype="float64"))
+                .asnumpy().ravel()]
+    same(script, devices)
+
+
+@COUNTS
+@ON_MXNET
 def test_static_shapes(backend, devices):
     """Of other sizes; a batch on fewer devices would have wrong gradients."""
     same(lambda wrap: gluon_loop(wrap(gluon_net("Static")),
@@ -817,6 +842,3 @@ def test_other_policies_of_batch_norm(backend):
     net = network(backend, lambda x, y: x)
     with pytest.raises(ValueError, match="'per_device' or 'sync'; got 'all'"):
         mgpu.DataParallel(net, on(0, 1), batch_norm="all")
-    if backend.name == "mxnet":
-        with pytest.raises(NotImplementedError, match="'sync'"):
-            mgpu.DataParallel(net, on(0, 1), batch_norm="sync")

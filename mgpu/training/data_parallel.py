@@ -30,8 +30,9 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
     devices : sequence of Device
         The first one is the network's.
     batch_norm : {"per_device", "sync"}
-        Batch statistics of each device's examples, or of the whole batch. The network's running statistics are updated by the first
-        device's, and in eval mode all devices use them.
+        Batch statistics of each device's examples, or of the whole batch. The
+        network's running statistics are updated by the first device's, and in
+        eval mode all devices use them.
     batch_axis : int or dict
         The axis of the examples: one for all arguments, or by argument name.
         ``list`` as an axis stands for a list with an item for each example.
