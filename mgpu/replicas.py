@@ -11,7 +11,7 @@ from collections import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -183,8 +183,10 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         self._views = [ReplicaView(self, i) for i in range(len(devices))]
         self._found: list[Parameter] | None = None
         self._claim = _Claim(self)          # see `owned`
-        self._split = BatchSplit([p.name for p in network.inputs()], 0, (),
-                                 backend.batch_arrays)
+        names = [p.name for p in network.inputs()]
+        #: by batch axis
+        self._split = cache(lambda batch_axis: BatchSplit(
+            names, batch_axis, (), backend.batch_arrays))
         #: over processes: parameters whose gradients hold the sum of all
         #: ranks, to which the next backward pass adds
         self.carried: list[Parameter] = []
@@ -692,12 +694,14 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             outputs, _ = self._pass(inputs)
             return [outputs.get(i) for i in range(len(self))]
 
-    def joined(self, shards: Sequence[Any], labels: Sequence[Any] = ()
-               ) -> tuple[Any, list[int]]:
+    def joined(self, shards: Sequence[Any], labels: Sequence[Any] = (),
+               batch_axis: int = 0) -> tuple[Any, list[int]]:
         """``replicas(shards)``, joined on the first device: arrays with an
         entry for each example, in the order of the devices; and the number
         of examples on each device that has some. `labels`: those of each
         device, which may tell that a list has an entry for each example.
+        `batch_axis`: where the inputs have the examples; the axis of the
+        outputs is found.
 
         Raises
         ------
@@ -705,7 +709,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             An output without an axis for the examples.
         """
         with self.owned(), self._mode():
-            outputs, joining = self._pass((shards,), labels)
+            outputs, joining = self._pass((shards,), labels, batch_axis)
             found = list(outputs.values())
             return (found[0] if len(found) == 1 and 0 in outputs
                     else joining.output(found)), joining.sizes
@@ -725,15 +729,16 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                 for row in zip(*named.values(), strict=True)]
 
     def _pass(self, inputs: tuple[Sequence[Any], ...],
-              labels: Sequence[Any] = ()) -> tuple[dict[int, Any], Joining]:
+              labels: Sequence[Any] = (), batch_axis: int = 0
+              ) -> tuple[dict[int, Any], Joining]:
         with self.told() if self._syncs() else contextlib.nullcontext():
-            return self._run(inputs, labels)
+            return self._run(inputs, labels, batch_axis)
 
-    def _run(self, inputs: tuple[Sequence[Any], ...], labels: Sequence[Any]
-             ) -> tuple[dict[int, Any], Joining]:
+    def _run(self, inputs: tuple[Sequence[Any], ...], labels: Sequence[Any],
+             batch_axis: int) -> tuple[dict[int, Any], Joining]:
         rows = self._prepared(inputs)
         calls = {i: base.apart(row) for i, row in rows.items()}
-        joining = self._joining(calls, labels)
+        joining = self._joining(calls, labels, batch_axis)
         run = partial(self.network.run, calls, joining.batch())
         outputs: dict[int, Any] = {}
         with _Explained(list(rows.values())), probes.stage(
@@ -745,20 +750,21 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         return outputs, joining
 
     def _joining(self, calls: Mapping[int, Call],
-                 labels: Sequence[Any] = ()) -> Joining:
+                 labels: Sequence[Any] = (), batch_axis: int = 0) -> Joining:
         """How what the devices give is joined."""
+        split = self._split(batch_axis)
         sizes = [
             len(args[0]) if labels and args and isinstance(args[0], list)
-            and len(args[0]) in examples_of(labels[i])
-            else self._split.size(args, kwargs) or 1
+            and len(args[0]) in examples_of(labels[i], batch_axis)
+            else split.size(args, kwargs) or 1
             for i, (args, kwargs) in calls.items()]
         ends = list(accumulate(sizes))
         last, call = list(calls.items())[-1]
 
         def probe() -> tuple[Any, int]:
-            return self.network.probe(self._split.with_one_more(call),
+            return self.network.probe(split.with_one_more(call, True),
                                       last), sizes[-1] + 1
-        return self._split.joining(
+        return split.joining(
             list(zip([0, *ends], ends)),
             self.backend.handle(self.devices[0]),
             (self.backend.is_training(), self.backend.is_recording()), probe)

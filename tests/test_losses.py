@@ -837,9 +837,10 @@ def test_per_example_of_a_loss_that_reshapes(engine, label):
     assert gradient.ravel().tolist() == [2, 2, 4]
 
 
-def test_axes_of_length_1_behind_the_examples(backend):
-    for shape in ((5,), (5, 1), (5, 1, 1)):
-        values = backend.put(np.arange(5).reshape(shape), cpu(0))
+def test_axes_behind_the_examples(backend):
+    for shape in ((5,), (5, 1), (5, 1, 1), (5, 2), (5, 2, 3)):
+        values = backend.put(np.arange(5.0).repeat(
+            np.prod(shape) // 5).reshape(shape), cpu(0))
         found = mgpu.to_numpy(check_per_example(values, 5))
         assert found.tolist() == [0, 1, 2, 3, 4]
 
@@ -847,12 +848,12 @@ def test_axes_of_length_1_behind_the_examples(backend):
 def test_what_train_batch_demands(backend):
     for values, received in (
             *((backend.put(np.zeros(shape), cpu(0)), f"shape {shape}")
-              for shape in ((), (4,), (5, 2), (1, 5), (4, 1))),
+              for shape in ((), (4,), (5, 5), (1, 5), (4, 1), (5, 0))),
             (0.5, "a float"), (None, "None")):
         with pytest.raises(ValueError) as refused:
             check_per_example(values, 5)
         assert str(refused.value) == (
-            "the loss must return one value per example, shape (5,); "
-            f"received {received}. Use a loss of mgpu.losses, or wrap "
-            "one that averages: mgpu.losses.per_example(loss); on torch "
-            "also reduction='none'.")
+            "the loss must return one value per example, shape (5,), or "
+            f"several, whose mean counts; received {received}. Use a loss of "
+            "mgpu.losses, or wrap one that averages: "
+            "mgpu.losses.per_example(loss); on torch also reduction='none'.")

@@ -6,6 +6,7 @@ import collections
 import itertools
 import re
 import types
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -370,6 +371,21 @@ def test_what_goes_whole_and_may_be_of_the_rows_is_refused(backend, devices):
 
 
 # -- split_batch --------------------------------------------------------------
+
+
+@dataclass
+class Labelled:
+    x: np.ndarray
+    y: np.ndarray
+
+
+def test_a_batch_without_labels_is_a_dict(backend):
+    for batch in (Labelled(np.ones((3, 2)), np.ones(3)),
+                  collections.namedtuple("Both", "x y")(np.ones((3, 2)),
+                                                        np.ones(3))):
+        with pytest.raises(TypeError, match=f"received {type(batch).__name__}"
+                           r". Pass a dict, such as dataclasses.asdict\("):
+            split_batch(batch, None, [cpu(0), cpu(1)])
 
 
 @pytest.mark.parametrize("X, y, received", [

@@ -394,13 +394,13 @@ def test_wrong_batches_and_losses_change_nothing(engine):
                error, text)
     for wrong, received in (
             (lambda out, y: loss(out, y)[:4], "shape (4,)"),
-            (lambda out, y: out, "shape (6, 3)"),
             (lambda out, y: 0.5, "a float"), (lambda out, y: None, "None")):
         refuse(lambda: mgpu.train_batch(X, y, replicas, wrong, trainer),
                ValueError, "the loss must return one value per example, "
-               f"shape (6,); received {received}. Use a loss of mgpu.losses, "
-               "or wrap one that averages: mgpu.losses.per_example(loss); on "
-               "torch also reduction='none'.")
+               "shape (6,), or several, whose mean counts; received "
+               f"{received}. Use a loss of mgpu.losses, or wrap one that "
+               "averages: mgpu.losses.per_example(loss); on torch also "
+               "reduction='none'.")
         assert flags() == (False, False)
     with pytest.raises(ValueError, match="labels must be class numbers 0 to "
                        "2; received"):

@@ -9,6 +9,7 @@ import numpy as np
 from mgpu import environment
 from mgpu.backends import containers
 from mgpu.backends.containers import Batch, Call, Probed
+from mgpu.nested import axis_in
 from mgpu.split import shard_bounds
 
 #: calls that ``MGPU_DEBUG=1`` compares with one device
@@ -156,14 +157,17 @@ class BatchSplit:
             return self._arrays.to(array, device)
         return containers.replace(x, self._arrays.is_array, take)
 
-    def with_one_more(self, call: Call) -> Call:
-        """`call` with its first example once more at the end."""
+    def with_one_more(self, call: Call, fewer_axes: bool = False) -> Call:
+        """`call` with its first example once more at the end. `fewer_axes`:
+        the last axis of an array without the batch axis has the examples."""
         args, kwargs = call
         size, array = self.size(args, kwargs), self._arrays
         if args and isinstance(args[0], list):      # an entry each, perhaps
             args = ([*args[0], args[0][0]], *args[1:])
 
         def more(axis: int, x: Any) -> Any:
+            if fewer_axes:
+                axis = axis_in(x.shape, axis)
             if len(x.shape) <= axis or x.shape[axis] != size:
                 return x
             device = array.device(x)

@@ -204,12 +204,13 @@ def sgd(params: Sequence[Any], lr: float, batch_size: float) -> None:
 def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
                 trainer: Trainer, split_f: Callable = split_batch,
                 ignore_stale_grad: bool = False, *, accumulate: int = 1,
-                clip_norm: float | None = None) -> list[Any]:
+                clip_norm: float | None = None, batch_axis: int = 0
+                ) -> list[Any]:
     """One step: split, all forwards, all backwards, all-reduce, update.
 
     The loss is called once, with the outputs and labels of all devices joined
     on the first one. What it returns is minimised as the framework alone
-    would: one value per example by their mean, one number as it stands.
+    would: values for each example by their mean, one number as it stands.
 
     Parameters
     ----------
@@ -224,9 +225,10 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         no entry gives.
     replicas : Replicas
     loss : callable
-        ``loss(pred, label)``: one value per example, or one number, with any
-        reduction. With several processes it sees those of its own, and one
-        number counts once for each process.
+        ``loss(pred, label)``: one value per example, an array (n, ...) of
+        several (of tokens or pixels: the mean of each example counts), or one
+        number, with any reduction. With several processes it sees those of
+        its own, and one number counts once for each process.
     trainer : Trainer
     split_f : callable
         ``split_f(X, y, devices) -> (X_shards, y_shards)``; of a whole batch
@@ -243,6 +245,14 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     clip_norm : float, optional
         The largest norm of all gradients of the mean loss together
         (`Trainer.step_parts`).
+    batch_axis : int
+        The axis of the examples, 0 or more, in each array of `X` and `y`, and
+        in the values of the loss: 1 for inputs (time, batch, features) with
+        labels and losses (time, batch). An array with fewer axes has them on
+        its last one: labels (batch,). The axis of the outputs is found. A
+        `split_f` of your own splits so itself. A shape does not tell its
+        layout: with the default, an array (time, batch) is split along the
+        time.
 
     Returns
     -------
@@ -263,12 +273,14 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         replicas.
     """
     accumulate = integer("accumulate", accumulate, 1)
+    batch_axis = integer("batch_axis", batch_axis, 0)
     parts = [(X, y)]
     if accumulate > 1:
         _check_all(replicas, trainer, loss)
-        parts = _cut(X, y, replicas.span.world, accumulate)
+        parts = _cut(X, y, replicas.span.world, accumulate, batch_axis)
     losses = _train_batches(parts, replicas, loss, trainer, split_f,
-                            ignore_stale_grad, clip_norm=clip_norm)
+                            ignore_stale_grad, clip_norm=clip_norm,
+                            batch_axis=batch_axis)
     if len(parts) == 1 or all(x is None or not x.shape for x in losses):
         return losses[:len(replicas)] if len(parts) == 1 else losses
     with replicas.backend.scope(recording=False):
@@ -277,29 +289,30 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
             for i in range(len(replicas)))]
 
 
-def _cut(X: Any, y: Any, world: distributed.World, count: int
-         ) -> list[tuple[Any, Any]]:
+def _cut(X: Any, y: Any, world: distributed.World, count: int,
+         batch_axis: int) -> list[tuple[Any, Any]]:
     """A batch in `count` parts, or fewer where no process has as many
     rows."""
-    rows = rows_of(X) or 0
-    if {*row_counts(X), *row_counts(y)} - {rows} or any(
-            is_listed(x) for x in lists_in((X, y))):
+    rows, every = rows_of(X, batch_axis) or 0, {
+        n for data in (X, y) for n in row_counts(data, batch_axis)}
+    if every - {rows} or any(is_listed(x) for x in lists_in((X, y))):
         raise ValueError(
             "accumulate cuts arrays that have a row for each example; "
-            f"received arrays of {sorted({*row_counts(X), *row_counts(y)})} "
-            "rows, or lists of other than arrays. Train on the parts as "
+            f"received arrays of {sorted(every)} rows, or lists of other than "
+            "arrays. Train on the parts as "
             "batches: mgpu.train(accumulate=) takes several for one step.")
     count = min(count, max(1, *world.gather("train_batch: rows", rows)))
     bounds = shard_bounds(rows, count)
-    return list(zip(*(cut_rows(data, bounds, (X, y)) for data in (X, y)),
-                    strict=True))
+    return list(zip(*(cut_rows(data, bounds, (X, y), batch_axis)
+                      for data in (X, y)), strict=True))
 
 
 def _train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
                    loss: Loss, trainer: Trainer, split_f: Callable,
                    ignore_stale_grad: bool = False,
                    check: Callable[[Any], None] | None = None,
-                   clip_norm: float | None = None) -> list[Any]:
+                   clip_norm: float | None = None, batch_axis: int = 0
+                   ) -> list[Any]:
     """`train_batch` of all `batches` in one step; returns the losses of each
     device for the first one, then for the next. `check`: may refuse the
     output of a device."""
@@ -310,7 +323,8 @@ def _train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
     def split(X: Any, y: Any) -> tuple[list[Any], list[Any], Any]:
         with stage("copy", "split", devices,
                    lambda: list(zip(X_shards, y_shards, strict=True))):
-            X_shards, y_shards = shards_of(X, y, devices, split_f)
+            X_shards, y_shards = shards_of(X, y, devices, split_f,
+                                           batch_axis)
         judge = loss
         if is_whole(X, y):
             choice = choose(X, replicas.network.inputs())
@@ -330,7 +344,7 @@ def _train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
             judge = partial(_checked, check, judge)
         with replicas.told():
             own, count = _pass(replicas, X_shards, y_shards, judge,
-                               trainer.loss_scale)
+                               trainer.loss_scale, batch_axis)
         losses.extend(own)
         return count
     with using_backend(replicas.backend.name) as backend, \
@@ -380,22 +394,26 @@ def _check_labels(X_shards: Sequence[Any], y_shards: Sequence[Any],
 
 
 def _pass(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
-          loss: Loss, scale: float) -> tuple[list[Any], float]:
+          loss: Loss, scale: float, batch_axis: int
+          ) -> tuple[list[Any], float]:
     """A forward pass, the loss, and a backward pass. Returns the losses by
     device, and what the gradient is to be divided by."""
     devices, stage = replicas.devices, probes.stage
     busy = [i for i, shard in enumerate(X_shards)
             if not is_empty(as_inputs(shard))]
     with record(), replicas.autocast():
-        output, sizes = replicas.joined(X_shards, y_shards)
+        output, sizes = replicas.joined(X_shards, y_shards, batch_axis)
         with replicas.backend.scope(recording=False) if len(busy) > 1 \
                 else contextlib.nullcontext():
-            y = join_shards([y_shards[i] for i in busy], sizes, devices[0])
+            y = join_shards([y_shards[i] for i in busy], sizes, devices[0],
+                            batch_axis)
         with stage("compute", "loss", devices, lambda: [values], [0]):
             values = loss(output, y)
             is_number = _is_number(values, sum(sizes))
             if not is_number:
-                values = check_per_example(values, sum(sizes))
+                values = check_per_example(values, sum(sizes),
+                                           batch_axis=batch_axis,
+                                           arrays=[output, y])
         scaled = values if scale == 1.0 else values * scale
     with stage("compute", "backward", devices,
                partial(probes.gradients, replicas), busy):
@@ -413,12 +431,12 @@ def _pass(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
 
 
 def _by_example(losses: list[Any], batches: Sequence[tuple[Any, Any]],
-                replicas: Replicas) -> list[Any]:
+                replicas: Replicas, batch_axis: int) -> list[Any]:
     """Losses of batches with one number each, once for each example."""
     ops, k = replicas.backend.ops, len(replicas)
     found = list(losses)
     for n, (X, _) in enumerate(batches):
-        rows, x = rows_of(X) or 0, losses[n * k]
+        rows, x = rows_of(X, batch_axis) or 0, losses[n * k]
         if x is not None and _is_number(x, rows) \
                 and not any(y is not None for y in losses[n * k + 1:][:k - 1]):
             with replicas.backend.scope(recording=False):
@@ -897,8 +915,8 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
           checkpoint_dir: FilePath | None = None, resume: str | None = None,
           keep: int = 3, checkpoint_every: int | None = None,
           resume_seed: int | None = None, accumulate: int = 1,
-          clip_norm: float | None = None, callbacks: Sequence[Any] = ()
-          ) -> History:
+          clip_norm: float | None = None, callbacks: Sequence[Any] = (),
+          batch_axis: int = 0) -> History:
     """Train and evaluate on all devices of `replicas`.
 
     While it runs, SIGTERM lets the step end, and ends the training with the
@@ -957,6 +975,8 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     callbacks : list
         What is called after steps and epochs, and may end the training: see
         `mgpu.callbacks`. Their states are in the checkpoints.
+    batch_axis : int
+        As in `train_batch`.
 
     Returns
     -------
@@ -1007,16 +1027,19 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
         check = check_scores
 
         def evaluate() -> float:
-            return evaluate_accuracy_gpus(replicas, test_iter, split_f,
-                                          device=device)
+            return evaluate_accuracy_gpus(replicas, test_iter, partial(
+                split_batch, batch_axis=batch_axis)
+                if split_f is split_batch else split_f, device=device)
 
     def step(batches: list[Any]) -> list[Any]:
         nonlocal check
         losses = _train_batches(batches, replicas, loss, trainer, split_f,
-                                check=check, clip_norm=clip_norm)
+                                check=check, clip_norm=clip_norm,
+                                batch_axis=batch_axis)
         check = None        # the first output tells
-        return _by_example(losses, batches, replicas)
+        return _by_example(losses, batches, replicas, batch_axis)
     accumulate = integer("accumulate", accumulate, 1)
+    batch_axis = integer("batch_axis", batch_axis, 0)
     trainer.check_parts(accumulate, clip_norm)
     calls = Calls(callbacks, replicas, evaluate is not None,
                   checkpoint_dir is not None)
