@@ -67,21 +67,40 @@ def test_a_layers_own_gluon_initialiser_wins(name, devices):
 
 
 @on_mxnet
-def test_a_layers_own_initialiser_that_numpy_does_not_have(engine):
-    """Is refused, before a change: silence would draw something else."""
+@pytest.mark.parametrize("how", ["object", "name"])
+def test_a_layers_own_initialiser_of_a_class_of_the_users(engine, devices,
+                                                          how):
+    """As Gluon calls it: an object, or the name of a registered class."""
     import mxnet as mx
 
-    class Own(mx.init.Initializer):
+    class Ramp(mx.init.Initializer):
         def _init_weight(self, _, arr):
-            arr[:] = 5
-    net = mx.gluon.nn.Dense(3, in_units=6, weight_initializer=Own(f=len))
+            arr[:] = np.arange(float(arr.size)).reshape(arr.shape)
+    mx.init.register(Ramp)
+
+    def build(**shape):
+        return mx.gluon.nn.Dense(3, **shape, weight_initializer=Ramp()
+                                 if how == "object" else "ramp")
+    plain = build(in_units=6)
+    plain.initialize(mx.init.Xavier())
+    wanted = native_values(engine, plain)
+    for net in (build(in_units=6), build()):
+        mgpu.initialize(net, devices, "uniform", sample=np.ones((2, 6)))
+        assert_all_equal(native_values(engine, net), wanted)
+
+
+@on_mxnet
+def test_a_layers_own_initialiser_that_nobody_knows(engine):
+    """Is refused, before a change."""
+    import mxnet as mx
+    net = mx.gluon.nn.Dense(3, in_units=6)
     with_values(engine, net)
+    net.weight.init = "ramps"
     before = native_values(engine, net)
-    for each in (net, mx.gluon.nn.Dense(3, weight_initializer=Own())):
-        with pytest.raises(ValueError, match=(      # at once, not late
-                "parameter 'weight': unknown initialiser; received 'own'"
-                ".* initialize the network first, and pass no init=")):
-            mgpu.initialize(each, on(0, 1), "uniform")
+    with pytest.raises(ValueError, match=(
+            "parameter 'weight': unknown initialiser; received 'ramps'"
+            ".* initialize the network first, and pass no init=")):
+        mgpu.initialize(net, on(0, 1), "uniform")
     assert_all_equal(native_values(engine, net), before)
 
 

@@ -76,7 +76,8 @@ class Spec(NamedTuple):
     shape: tuple[int, ...] | None       # None: not known before a forward
     dtype: str
     grad_req: str           # write, add, null
-    init: tuple[str, dict[str, Any]] | None = None      # the layer's own
+    #: the layer's own initialiser, by name or as an object, and its options
+    init: tuple[Any, dict[str, Any]] | None = None
     lr_mult: float = 1.0
     wd_mult: float = 1.0
     #: what a gamma or beta that its layer does not learn starts from; where

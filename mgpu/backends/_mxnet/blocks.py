@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mgpu.backends import base
+from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import all_stored, is_layer
 
 _KINDS = ("weight", "bias", "gamma", "beta", *base.STATISTICS)
@@ -52,17 +53,30 @@ def shape_of(parameter: Any) -> tuple[int, ...] | None:
     return tuple(shape) if known else None
 
 
-def own_init(parameter: Any) -> Any | None:
-    """The layer's own initialiser as (name, options)."""
+def own_init(parameter: Any) -> tuple[Any, dict[str, Any]] | None:
+    """The layer's own initialiser as (name, options); an object of a user's
+    class, also of a registered one that is named, in the place of the name."""
     init = parameter.init
-    if init is None or isinstance(init, str):
-        return init and (init, {})
-    try:
-        # A copy: dumps() of a Constant array changes the object itself.
-        name, options = json.loads(copy.deepcopy(init).dumps())
-    except (TypeError, ValueError):     # a user's own class
-        return type(init).__name__.lower(), {}
+    if init is None:
+        return None
+    made = init
+    if isinstance(init, str):
+        try:
+            made = mx.init.create(init)
+        except (AssertionError, ValueError):
+            return init, {}     # refused where it is drawn by
+    if is_users(made):
+        return made, {}
+    if isinstance(init, str):
+        return init, {}
+    # A copy: dumps() of a Constant array changes the object itself.
+    name, options = json.loads(copy.deepcopy(init).dumps())
     return name, options
+
+
+def is_users(initializer: Any) -> bool:
+    """Whether it is of a class of the user's own."""
+    return not type(initializer).__module__.startswith("mxnet.")
 
 
 def named_blocks(block: Any, path: str = "", into_layers: bool = True

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mgpu.backends import base, messages
+from mgpu.backends._mxnet.blocks import is_users
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.own_step import FAMILIES, SLOTS
 
@@ -249,8 +250,7 @@ class MXNetGiven(base.Given):
                 "mgpu.initialize.")
         if isinstance(x, mx.init.Mixed):
             return list(x.map)
-        if isinstance(x, mx.init.Initializer) \
-                and type(x).__module__ != mx.init.Initializer.__module__:
+        if isinstance(x, mx.init.Initializer) and is_users(x):
             return MXNetDraws(x)
         return None
 
