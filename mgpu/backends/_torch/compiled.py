@@ -115,11 +115,21 @@ class Compiled:
         #: function
         self._known: dict[Any, tuple[nn.Module, Callable[..., Any]]] = {}
         self._called: set[Any] = set()      # calls that compile nothing
+        #: the network that was compiled last, and the tensors of its pass. It
+        #: has none itself: code for one that is given its own tensors is not
+        #: that for others.
+        self._first: tuple[nn.Module | None, dict[str, Any]] = None, {}
 
     def refresh(self, key: Any, net: nn.Module) -> None:
         """`net`, a copy with the modes of `key`, has the attributes that the
         passes to come are to see."""
         if key not in self._known:
+            self._first = net, _tensors(net)
+            for module in net.modules():
+                for table in ("_parameters", "_buffers"):
+                    vars(module)[table] = {
+                        name: x if x is None else _without_memory(x)
+                        for name, x in vars(module)[table].items()}
             net.register_buffer(TICKET, torch.zeros(2, dtype=torch.int64))
             self._known[key] = net, self._compile(net)
             return
@@ -142,9 +152,11 @@ class Compiled:
     def __call__(self, key: Any, ticket: Ticket, net: nn.Module, args: Any,
                  kwargs: Any) -> Any:
         """``net(*args, **kwargs)`` of a copy `net`."""
-        tensors = {**dict(net.named_parameters(remove_duplicate=False)),
-                   **dict(net.named_buffers(remove_duplicate=False))}
-        tensors.pop(TICKET, None)
+        first, tensors = self._first
+        if net is first:
+            self._first = None, {}
+        else:
+            tensors = _tensors(net)
         tensors[TICKET] = ticket.tensor     # last for all devices
         call = (key, torch.is_grad_enabled(), *(
             (x.shape, x.stride(), x.dtype, x.requires_grad)
@@ -155,6 +167,17 @@ class Compiled:
             result = self._known[key][1](tensors, args, kwargs)
         self._called.add(call)
         return result
+
+
+def _tensors(net: nn.Module) -> dict[str, Any]:
+    return {**dict(net.named_parameters(remove_duplicate=False)),
+            **dict(net.named_buffers(remove_duplicate=False))}
+
+
+def _without_memory(x: torch.Tensor) -> torch.Tensor:
+    empty = x.detach().to("meta")
+    return nn.Parameter(empty, x.requires_grad) \
+        if isinstance(x, nn.Parameter) else empty
 
 
 @cache
