@@ -528,7 +528,7 @@ def sixteen_devices():
               for a, b in zip(first[:count], other)))
     print(f"16 devices were {laps[1] / laps[16]:.2f} times as fast as one. "
           "The arithmetic of a step stays the same and is divided; adding up "
-          "the gradients and updating the copies grows with k. So 16 devices "
+          "the gradients and copying the weights grows with k. So 16 devices "
           "need 16 times the batch, and hardware of their own: "
           + ("logical ones share the cores of this machine."
              if devices[0].kind == "cpu" else "these are GPUs."))

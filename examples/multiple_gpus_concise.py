@@ -68,8 +68,9 @@ net = mgpu.models.resnet18(num_classes=10)
 #
 # `initialize` puts the network on a list of devices. Weights are drawn once,
 # here from a normal distribution with standard deviation 0.01, so that all
-# copies hold the same bits. Biases start at zero. It returns a list of
-# replicas, the copies of the network, one per device.
+# devices hold the same bits. Biases start at zero. It returns replicas: the
+# network itself on the first device, and copies of it on the others, which
+# each pass overwrites.
 #
 # Without GPUs we take the logical devices 1 and 2. Device 0 stays free for
 # the question below.
@@ -115,9 +116,9 @@ print("equal, bit for bit:", kernels[0].tobytes() == kernels[1].tobytes())
 # ## A step
 #
 # One step of training, from batch to update. Compare it with the example
-# from scratch: `trainer.step` does all of its all-reduces and updates. It is
-# told how many rows the whole batch has, and divides the summed gradients by
-# that once.
+# from scratch: `backward` adds the gradients of all devices in the network,
+# and `trainer.step` updates it once. Its argument is the number of examples
+# of the whole batch, by which the sums are divided.
 
 # %%
 loss = mgpu.losses.SoftmaxCrossEntropyLoss()
@@ -138,9 +139,8 @@ print("losses:", *(mgpu.to_numpy(part) for part in losses))
 #
 # The test data can be split too: every replica predicts its shard of each
 # batch. The correct predictions are counted as whole numbers, added, and
-# divided once. For equal replicas the result is that of one device, exactly.
-# Here they are equal except for the running statistics of batch
-# normalisation, which each device takes from its own rows.
+# divided once. All devices use the network's weights and running statistics,
+# so the result is that of one device, exactly.
 
 # %%
 _, test_iter = mgpu.datasets.load(data, 64, limit=min(limit or 64, 64),

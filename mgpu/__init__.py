@@ -31,7 +31,7 @@ from mgpu.plotting import Animator
 from mgpu.prefetching import prefetch
 from mgpu.profiling import Profile
 from mgpu.parameters import Parameter, get_params
-from mgpu.replica_checks import ReplicaMismatchError
+from mgpu.errors import ReplicaMismatchError
 from mgpu.replicas import Replicas, initialize
 from mgpu.resuming import Resumed, resume_from_gluon
 from mgpu.split import (shard_bounds, split_and_load, split_batch,

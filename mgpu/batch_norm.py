@@ -6,7 +6,8 @@ added up over processes. What they exchange is differentiable, so the
 gradient of the joint statistics is exact.
 """
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from math import prod
 from typing import Any
@@ -19,6 +20,8 @@ from mgpu.distributed.sums import Sums
 from mgpu.environment import cpu_cores
 
 Array = Any
+#: turn(n): a block around what number n of several threads does
+Turn = Callable[[int], AbstractContextManager[Any]]
 
 
 class _OthersStopped(Exception):
@@ -42,12 +45,15 @@ class _Round:
 class Meeting:
     """Threads, one per active device, that join arrays in rounds."""
 
-    def __init__(self, active: Sequence[int], turns: base.Turns):
-        self._members, self._turns = list(active), turns
-        self._changing = threading.Lock()
+    def __init__(self, active: Sequence[int]) -> None:
+        self._members = list(active)
+        self._changing = threading.Condition()
         # Hundreds of threads that run at once ask each other for Python's
         # lock, in time that grows with the square of their number.
-        self._cores = threading.Semaphore(turns.at_once or cpu_cores())
+        self._cores = threading.Semaphore(cpu_cores())
+        self._turn: Turn | None = None
+        self._busy = False      # whether one of those in turn runs
+        self._at_work: dict[int, ExitStack] = {}
         self._rounds: list[_Round] = []
         self._at = dict.fromkeys(self._members, 0)
         self._stopped: list[int] = []
@@ -66,6 +72,8 @@ class Meeting:
         the number of devices, not with its square, and what the thread
         records has the same order in every run.
         """
+        if index in self._stopped:      # a pass that nobody else makes
+            raise _OthersStopped
         with self._changing:
             number = self._at[index]
             self._at[index] += 1
@@ -90,12 +98,37 @@ class Meeting:
             raise _OthersStopped
         return here.result
 
+    @contextmanager
+    def _running(self, index: int) -> Iterator[None]:
+        """A block in which the thread of a device runs, but for `_wait`."""
+        with ExitStack() as stack:
+            self._at_work[index] = stack
+            self._go_on(index)
+            yield
+
+    def _go_on(self, index: int) -> None:
+        stack = self._at_work[index]
+        if self._turn is None:
+            stack.enter_context(self._cores)
+            return
+        number = self.place(index)
+        with self._changing:
+            self._changing.wait_for(lambda: not self._busy and all(
+                i in self._stopped or self._at[i] > self._at[index]
+                for i in self._members[:number]))
+            self._busy = True
+        stack.callback(self._leave)
+        stack.enter_context(self._turn(number))
+
+    def _leave(self) -> None:
+        with self._changing:
+            self._busy = False
+            self._changing.notify_all()
+
     def _wait(self, index: int, event: threading.Event) -> None:
-        self._turns.end(index)
-        self._cores.release()
+        self._at_work[index].close()
         event.wait()
-        self._cores.acquire()
-        self._turns.begin(index)
+        self._go_on(index)
 
     def _values(self, here: _Round) -> list[Any]:
         places = {i: here.given[i][0] for i in self._members}
@@ -106,17 +139,17 @@ class Meeting:
                 "batch_norm='per_device' for such a network.")
         return [here.given[i][1] for i in self._members]
 
-    def run(self, backend: base.Backend,
-            thunks: Sequence[Callable[[], Any] | None]) -> list[Any]:
-        """Call each thunk in a thread of its own; those of one step meet."""
+    def run(self, backend: base.Backend, thunks: Sequence[Callable[[], Any]],
+            turn: Turn | None = None) -> list[Any]:
+        """Call each thunk, one for each active device, in a thread of its
+        own; those of one step meet. With `turn` one of them runs at a time,
+        from one meeting to the next: number n inside of ``turn(n)``."""
+        self._turn = turn
+
         def guarded(i: int, thunk: Callable[[], Any]) -> Any:
             try:
-                with self._cores:
-                    self._turns.begin(i)
-                    try:
-                        return thunk()
-                    finally:
-                        self._turns.end(i)
+                with self._running(i):
+                    return thunk()
             except _OthersStopped:
                 return None
             except BaseException as error:
@@ -125,13 +158,12 @@ class Meeting:
             finally:
                 with self._changing:
                     self._stopped.append(i)
+                    self._changing.notify_all()
                     for here in self._rounds[self._at[i]:]:
                         here.cancel()
-
         results = backend.parallel(
-            [(lambda: None) if thunk is None
-             else partial(guarded, i, thunk)
-             for i, thunk in enumerate(thunks)], rendezvous=True)
+            [partial(guarded, i, thunk) for i, thunk in zip(
+                self._members, thunks, strict=True)], rendezvous=True)
         if self._errors:    # of several, the same one in every run
             raise self._errors[min(self._errors)]
         if any(len(r.given) < len(self._members) for r in self._rounds):

@@ -538,8 +538,8 @@ class EMA(_Lasting):
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """In the block the replicas hold the averages, on all devices; then
-        again the bits that they had.
+        """In the block the network holds the averages; then again the bits
+        that it had.
 
         Raises
         ------

@@ -104,12 +104,10 @@ def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
         position = None if data is None else _position(data)
         with replicas.owned():
             _check_between_steps(replicas, trainer)
-            replicas.give_up()
-            replicas.network.follow()
-            replicas.following.follow(replicas.all_parameters())
             states, slots = trainer_states.pack(trainer.export_states())
-            extra = extra_states.pack(replicas.network.extra_states(),
-                                      backend)
+            extra = extra_states.pack(
+                {name: [state] for name, state in
+                 replicas.network.extra_states().items()}, backend)
             arrays = {f"slot:{name}": x for name, x in slots.items()}
             arrays |= {f"called:{name}": x
                        for name, x in (called or {}).items()}
@@ -328,7 +326,7 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
     span, backend = replicas.span, replicas.backend
     if seed is not None:
         seed = integer("seed", seed, 0)
-    replicas.of_engine()
+    replicas.check_complete()
     header, arrays = _shared(span.world, contents)
     saved = _saved(header, arrays)
     told = span.world.gather("load_checkpoint: devices",
@@ -367,9 +365,8 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
     def apply() -> None:
         put_states()
         replicas.network.set_extra_states({
-            name: [extra_states.build(every[(span.first + i) % len(every)],
-                                      backend, device)
-                   for i, device in enumerate(replicas.devices)]
+            name: extra_states.build(every[span.first % len(every)], backend,
+                                     replicas.devices[0])
             for name, every in saved.extra.items()})
         put_values()
         for p in replicas.params():
@@ -377,7 +374,6 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
                 p.grad_req = saved.requests[p.name]
         if source is not None and saved.position is not None:
             source.position = saved.position["position"]
-    replicas.network.follow()   # what the user has set meanwhile
     backend.uninterrupted(apply)
     # In this thread: MXNet's streams are those of the thread that queues.
     if seed is not None:
@@ -513,14 +509,13 @@ def _check_between_steps(replicas: Replicas, trainer: Trainer) -> None:
         request = p.grad_req
         if request == "null":
             continue
-        if trainer.pending or any(map(backend.is_fresh, p.list_data())):
+        if trainer.pending or backend.is_fresh(p.data()):
             raise RuntimeError(
                 "a checkpoint holds no gradients; received a trainer whose "
                 f"step is not done: {p.name!r} has a new gradient. Save after "
                 "Trainer.step or, where no step is to apply the batch, after "
                 "Replicas.zero_grad.")
-        if request == "add" and any(backend.to_numpy(g).any()
-                                    for g in p.list_grad()):
+        if request == "add" and backend.to_numpy(p.grad()).any():
             raise RuntimeError(
                 "a checkpoint holds no gradients; received one of "
                 f"{p.name!r}, with grad_req='add', that is not zero. Save "

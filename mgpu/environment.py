@@ -125,8 +125,8 @@ VARIABLES = (
              logical_gpus),
     Variable("MGPU_STRICT_DEVICES", "`1`: the whole process runs inside "
              "`mgpu.strict_devices`.", strict_devices),
-    Variable("MGPU_DEBUG", "`1`: after each step, check that all replicas "
-             "are equal; compare the first outputs of a `DataParallel` with "
+    Variable("MGPU_DEBUG", "`1`: after each step, compare the processes' "
+             "parameters; compare the first outputs of a `DataParallel` with "
              "one device.", debug),
     Variable("MGPU_KEEP_MEMORY", "`0`: leave the C library's allocator as it "
              "is. Without it: a process that has loaded an engine keeps the "

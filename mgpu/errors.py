@@ -108,8 +108,7 @@ class LabelError(MgpuError, ValueError):
 
 
 class ReplicaMismatchError(MgpuError, RuntimeError):
-    """Replicas that should hold the same values, each in memory of its own,
-    do not."""
+    """Processes that should hold the same network do not."""
 
 
 # -- engines ------------------------------------------------------------------

@@ -9,6 +9,7 @@ import numpy as np
 
 from mgpu import distributed, metrics
 from mgpu.arguments import batches as as_batches
+from mgpu.arguments import integer
 from mgpu.backends import get_backend, using_backend
 from mgpu.backends.base import forward_call
 from mgpu.device import Device, as_device, as_devices
@@ -119,10 +120,10 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
     """The accuracy of `net`, each batch split over its devices.
 
     Correct predictions are counted as integers over all shards and divided
-    once, so the result is that of one device, exactly, when the replicas
-    hold equal state (with ``batch_norm="per_device"`` they do not: pass
-    ``device=``). With several processes each gives its rows of the data, and
-    all receive the accuracy over all of them: call it on every rank.
+    once. All devices use the network's weights and running statistics, so
+    the result is that of one device, exactly. With several processes each
+    gives its rows of the data, and all receive the accuracy over all of
+    them: call it on every rank.
 
     Parameters
     ----------
@@ -199,8 +200,8 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
 
 def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
              loss: Callable[[Any, Any], Any] | None = None,
-             split_f: Callable = split_batch, device: Any = None
-             ) -> tuple[Any, Any]:
+             split_f: Callable = split_batch, device: Any = None,
+             batch_axis: int = 0) -> tuple[Any, Any]:
     """A metric of a network over all of `data`, in prediction mode.
 
     With several processes each gives its rows of the data, and all receive
@@ -219,6 +220,8 @@ def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
         ``split_f(X, y, devices) -> (X_shards, y_shards)``.
     device : device, optional
         Use only this one: see `evaluate_accuracy_gpus`.
+    batch_axis : int
+        As in `train_batch`.
 
     Returns
     -------
@@ -253,6 +256,7 @@ def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
             f"{type(split_f).__name__} and {type(loss).__name__}. Leave "
             "split_f out, and pass a loss of mgpu.losses.")
     data = as_batches("data", data)
+    batch_axis = integer("batch_axis", batch_axis, 0)
     metric.reset()
     rows = 0
     with using_backend(replicas.backend.name) as backend:
@@ -262,7 +266,8 @@ def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
             predict = _predict(replicas, places)
             place = place_of(data) if world.size > 1 else None
             for X, y in map(as_pair, as_rounds(data)):
-                X_shards, y_shards = shards_of(X, y, places, split_f)
+                X_shards, y_shards = shards_of(X, y, places, split_f,
+                                               batch_axis)
                 judge = loss
                 if loss is not None and is_whole(X, y):
                     choice = choose(X, replicas.network.inputs())
@@ -272,11 +277,12 @@ def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
                     X_shards, y_shards = _chosen(replicas, X, y, X_shards,
                                                  y_shards)
                 outputs = predict(X_shards)
-                rows += sum(rows_of(labels) or 0 for output, labels in zip(
-                    outputs, y_shards) if output is not None)
+                rows += sum(rows_of(labels, batch_axis) or 0
+                            for output, labels in zip(outputs, y_shards)
+                            if output is not None)
                 if judge is not None:
                     outputs = backend.parallel([
-                        partial(_loss, judge, *pair)
+                        partial(_loss, judge, batch_axis, *pair)
                         for pair in zip(outputs, y_shards)])
                 else:
                     for output in outputs:
@@ -296,18 +302,22 @@ def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
         return metric.get()
 
 
-def _loss(loss: Callable[[Any, Any], Any], output: Any, labels: Any) -> Any:
+def _loss(loss: Callable[[Any, Any], Any], batch_axis: int, output: Any,
+          labels: Any) -> Any:
     return None if output is None else check_per_example(
-        loss(output, labels), *examples_of(labels))
+        loss(output, labels), *examples_of(labels, batch_axis),
+        batch_axis=batch_axis, arrays=[output, labels])
 
 
-def shards_of(X: Any, y: Any, devices: Sequence[Device], split_f: Callable
-              ) -> tuple[list[Any], list[Any]]:
+def shards_of(X: Any, y: Any, devices: Sequence[Device], split_f: Callable,
+              batch_axis: int = 0) -> tuple[list[Any], list[Any]]:
     """What `split_f` gives; None for each device where this process has no
     rows of a batch that other processes have."""
     if distributed.current().size > 1 and is_empty(as_inputs(X)) \
             and (y is None or is_empty(y)):
         return [None] * len(devices), [None] * len(devices)
+    if split_f is split_batch:
+        split_f = partial(split_batch, batch_axis=batch_axis)
     shards = split_f(X, y, devices)
     if not isinstance(shards, (tuple, list)) or len(shards) != 2:
         raise TypeError(

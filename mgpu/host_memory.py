@@ -9,7 +9,7 @@ A function here returns False, and does nothing, where the engine gives no
 views of the arrays (`Backend.host_views`): on GPUs, for example, and inside
 `mgpu.strict_devices`, which is to see every copy.
 """
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import addressof, c_char
 from functools import partial
 from typing import Any, NamedTuple
@@ -95,60 +95,25 @@ def _blocks(columns: Sequence[list[np.ndarray]], begin: int, end: int
             yield j, [x[at:min(at + step, high)] for x in column]
 
 
-# -- comparisons --------------------------------------------------------------
-
-def differing(backend: Backend, columns: Sequence[list[Array]]
-              ) -> list[list[int] | None]:
-    """For each list of arrays, the numbers of those whose bits are not those
-    of its first one; None where the engine gives no views of them."""
-    views = [backend.host_views(column, to_read=True) for column in columns]
-    seen = [j for j, found in enumerate(views) if found is not None]
-    bits = [[x.view(_WORDS[x.nbytes % 8]) for x in views[j]
-             or ()] for j in seen]
-    total = sum(column[0].nbytes for column in bits)
-    threads = threads_for(total, len(bits[0])) if bits else 1
-    pairs: set[tuple[int, int]] = set()
-
-    def compare(blocks: Iterable[tuple[int, list[np.ndarray]]]) -> None:
-        for j, (first, *others) in blocks:
-            pairs.update((seen[j], i) for i, x in enumerate(others, 1)
-                         if (first != x).any())
-    if threads == 1:
-        compare(enumerate(bits))
-    else:
-        backend.run_on_host_views(
-            [partial(compare, _blocks(bits, *bounds))
-             for bounds in shard_bounds(total, threads)], [])
-    return [None if found is None else
-            [i for i in range(len(found)) if (j, i) in pairs]
-            for j, found in enumerate(views)]
-
-
-#: Unsigned integers, since NaN differs from itself as a float; as wide as the
-#: number of bytes allows: how many are left over after words of 8.
-_WORDS = ("u8", "u1", "u2", "u1", "u4", "u1", "u2", "u1")
-
-
 # -- updates ------------------------------------------------------------------
 
 class Update(NamedTuple):
     """What an optimiser is to do to one parameter."""
 
     name: str
-    weights: list[Array]        # one per device
-    gradients: list[Array]
+    weight: Array
+    gradient: Array
     lr: float
     wd: float
     t: int                      # this parameter's updates, with this one
 
 
 class _Views(NamedTuple):
-    """The memory of one parameter on one device."""
+    """The memory of one parameter, its gradient and its slots."""
 
     weight: np.ndarray
     gradient: np.ndarray
     slots: dict[str, np.ndarray]
-    state: dict[str, Any]       # the state itself, which also holds numbers
 
 
 class HostOps:
@@ -184,72 +149,77 @@ HOST_OPS: Any = HostOps()
 
 
 def update(backend: Backend, optimizer: Any, work: Sequence[Update],
-           states: Sequence[dict[str, dict[str, Any]]], scale: float,
+           states: dict[str, dict[str, Any]], scale: float,
            loss_scale: float) -> bool:
-    """Do `work` on all devices by the rule of an elementwise `optimizer`,
-    for gradients times `scale` and divided by `loss_scale`.
+    """Do `work` by the rule of an elementwise `optimizer`, for gradients
+    times `scale` and divided by `loss_scale`, on all cores.
 
     Parameters
     ----------
-    states : sequence of dict
-        For each device, the optimiser's state by the name of the parameter;
-        updated.
+    states : dict
+        The optimiser's state by the name of the parameter; updated.
     """
-    views = _views(backend, work, states)
-    if views is None:
-        return False
-    k = len(states)
-    threads = threads_for(k * sum(v.weight.nbytes for v in views[0]), k)
+    views = []
+    for one in work:
+        found = _views(backend, one, states[one.name])
+        if found is None:
+            return False
+        views.append(found)
+    total = sum(v.weight.nbytes for v in views)
+    numbers = [dict(states[one.name]) for one in work]
     backend.run_on_host_views(
-        [partial(update_blocks, optimizer, work, views[i::threads], scale,
-                 loss_scale) for i in range(threads)],
-        [x for one in work for x in one.weights])
+        [partial(update_blocks, optimizer, work, views, states, numbers,
+                 begin, end, scale, loss_scale)
+         for begin, end in shard_bounds(total, threads_for(
+             total, cpu_cores()))],
+        [one.weight for one in work])
+    for one, new in zip(work, numbers, strict=True):
+        # Numbers that the rule has replaced, the same for every block.
+        if new:
+            states[one.name].update(
+                (s, x) for s, x in new.items() if not backend.is_native(x))
     return True
 
 
-def _views(backend: Backend, work: Sequence[Update],
-           states: Sequence[dict[str, dict[str, Any]]]
-           ) -> list[list[_Views]] | None:
-    """For each device and update; None where an array has no view."""
-    found: list[list[_Views]] = [[] for _ in states]
-    for one in work:
-        every = [by_name[one.name] for by_name in states]
-        slots = [[s for s, x in state.items() if backend.is_native(x)]
-                 for state in every]
-        # In one order of memory. All devices hold one sum, and what the user
-        # has written to replica 0's counts.
-        views = backend.host_views([one.gradients[0], *one.weights, *(
-            state[s] for state, names in zip(every, slots) for s in names)])
-        if views is None:
-            return None
-        gradient, *rest = views
-        weights, rest = rest[:len(every)], rest[len(every):]
-        for here, weight, state, names in zip(found, weights, every, slots):
-            here.append(_Views(weight, gradient, dict(zip(names, rest)),
-                               state))
-            rest = rest[len(names):]
-    return found
+def _views(backend: Backend, one: Update, state: dict[str, Any]
+           ) -> _Views | None:
+    """None where an array has no view."""
+    names = [s for s, x in state.items() if backend.is_native(x)]
+    # In one order of memory.
+    found = backend.host_views([one.gradient, one.weight,
+                                *(state[s] for s in names)])
+    if found is None:
+        return None
+    gradient, weight, *slots = found
+    return _Views(weight, gradient, dict(zip(names, slots, strict=True)))
 
 
 def update_blocks(optimizer: Any, work: Sequence[Update],
-                  devices: Sequence[list[_Views]], scale: float,
-                  loss_scale: float) -> None:
-    """Do `work` on some devices."""
+                  views: Sequence[_Views],
+                  states: dict[str, dict[str, Any]],
+                  numbers: Sequence[dict[str, Any]], begin: int, end: int,
+                  scale: float, loss_scale: float) -> None:
+    """Do `work` on the bytes from `begin` to `end`, counted over all weights.
+    `numbers` gets what the rule has replaced in `states`."""
     probes.at_once()
-    each = [pair for views in devices for pair in zip(work, views,
-                                                      strict=True)]
     with np.errstate(all="ignore"):     # as the engines
-        for one, (weight, gradient, slots, state) in each:
-            step, block = max(1, UPDATE_BLOCK // weight.itemsize), state
-            for begin in range(0, len(weight), step):
-                part = slice(begin, begin + step)
-                block = {**state, **{s: x[part] for s, x in slots.items()}}
+        for one, (weight, gradient, slots), new in zip(
+                work, views, numbers, strict=True):
+            low = max(begin, 0) // weight.itemsize
+            high = min(end, weight.nbytes) // weight.itemsize
+            begin, end = begin - weight.nbytes, end - weight.nbytes
+            step = max(1, UPDATE_BLOCK // weight.itemsize)
+            for at in range(low, high, step):
+                part = slice(at, min(at + step, high))
+                block = {**states[one.name],
+                         **{s: x[part] for s, x in slots.items()}}
                 optimizer.update(
                     weight[part],
                     _unscaled(gradient[part], loss_scale) * scale, block,
                     lr=one.lr, wd=one.wd, t=one.t, ops=HOST_OPS)
-            # Numbers that the rule has replaced, the same for every block.
-            state.update((s, x) for s, x in block.items() if s not in slots)
+                if len(block) > len(slots):
+                    new.update((s, x) for s, x in block.items()
+                               if s not in slots)
 
 
 def _unscaled(gradient: np.ndarray, loss_scale: float) -> np.ndarray:

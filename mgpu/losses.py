@@ -18,7 +18,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from mgpu import distributed
 from mgpu.arguments import one_of
 from mgpu.backends import base, get_backend, messages
 from mgpu.errors import LabelError
-from mgpu.loss_state import is_pure
+from mgpu.nested import axis_in, leaves
 
 Array = Any
 
@@ -556,9 +556,9 @@ class SDMLLoss(Loss):
     for a network that returns both ``loss((x1, x2), label)``, which
     `train_batch` does; `label` is not used.
 
-    The value of a row depends on the others. On several devices each row
-    would meet those of its device only, and the numbers would depend on
-    their count: one device only.
+    The value of a row depends on the others: `train_batch` calls it with the
+    rows of all devices. Parts of a batch (`mgpu.parallel`) and several
+    processes raise.
 
     Raises
     ------
@@ -645,8 +645,8 @@ class CTCLoss(Loss):
         is the blank.
     label_layout : {"NT", "TN"}
         Axes of `label`. Where no `label_lengths` are given, -1 ends a
-        sequence. A batch is cut along its first axis: `train_batch` needs
-        "NTC" and "NT".
+        sequence. `train_batch` needs "NTC" and "NT", or "TNC" and "TN" with
+        ``batch_axis=1``.
 
     Raises
     ------
@@ -886,14 +886,12 @@ def _averages(loss: Callable[[Array, Array], Array],
         count = _called[key] = _called.get(key, 0) + 1
         if count > _FIRST and count & (count - 1):
             return adapted(pred, label)
-        value, pure = is_pure(loss, get_backend(),
-                              lambda: adapted(pred, label))
-        if pure:
-            try:
-                _check_mean(loss, pred, label)
-            except BaseException:
-                _called[key] = 0    # it is looked at again
-                raise
+        value = adapted(pred, label)
+        try:
+            _check_mean(loss, pred, label)
+        except BaseException:
+            _called[key] = 0    # it is looked at again
+            raise
         return value
     return checked
 
@@ -995,17 +993,34 @@ def _check_paired(loss: Callable[[Array, Array], Array], pred: Array,
             "label.reshape(pred.shape).")
 
 
-def check_per_example(values: Any, rows: int, *others: int) -> Any:
-    """`values` in the shape (rows,) that `train_batch` demands of a loss;
-    they may have more axes, of length 1."""
+def check_per_example(values: Any, rows: int, *others: int,
+                      batch_axis: int = 0, arrays: Sequence[Any] = ()) -> Any:
+    """The values of a loss in the shape (rows,) that `train_batch` demands,
+    or another number of `others`: means over all axes but `batch_axis`.
+
+    Raises
+    ------
+    ValueError
+        No array with an entry for each example, or one where several axes
+        have as many, unless an array in `arrays` has its shape, or begins
+        with it: a loss that compares each example with the labels of all.
+    """
     shape = tuple(getattr(values, "shape", ()))
-    if shape[:1] not in [(n,) for n in (rows, *others)] \
-            or math.prod(shape) != shape[0]:
+    axis = axis_in(shape, batch_axis)
+    if not shape or shape[axis] not in (rows, *others) or 0 in shape \
+            or shape.count(shape[axis]) > 1 < shape[axis] and not any(
+                tuple(getattr(x, "shape", ())[:len(shape)]) == shape
+                for x in leaves(list(arrays))):
         received = f"shape {shape}" if hasattr(values, "shape") \
             else "None" if values is None else f"a {type(values).__name__}"
         raise ValueError(
-            f"the loss must return one value per example, shape ({rows},); "
+            f"the loss must return one value per example, shape ({rows},), "
+            "or several, whose mean counts; "
             f"received {received}. Use a loss of mgpu.losses, or wrap one "
             "that averages: mgpu.losses.per_example(loss); on torch also "
             "reduction='none'.")
-    return values if len(shape) == 1 else values.reshape(shape[:1])
+    ops = get_backend().ops
+    for other in reversed(range(len(shape))):
+        if other != axis:
+            values = ops.mean(values, other)
+    return values

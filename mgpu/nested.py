@@ -53,7 +53,7 @@ def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int,
         `k` structures like `data`; number i holds entry i of each result.
         Anything else goes to each of them as it is.
     """
-    if hasattr(data, "shape") and not isinstance(data, np.generic):
+    if _is_array(data):
         return function(data)
     if isinstance(data, Mapping):
         own = isinstance(data, (dict, UserDict))    # what can be written to
@@ -82,6 +82,12 @@ def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int,
     if whole is not None:
         whole(data)
     return [data] * k
+
+
+def _is_array(data: Any) -> bool:
+    # Of the type: MXNet computes the shape of an array each time.
+    return (hasattr(type(data), "shape") or hasattr(data, "shape")) \
+        and not isinstance(data, np.generic)
 
 
 def _made_anew(data: Any, row: list[Any]) -> Any:
@@ -138,6 +144,8 @@ def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
 def leaves(data: Any) -> list[Any]:
     """Everything in `data` that holds no other data, in order; without
     None."""
+    if _is_array(data):
+        return [data]
     if isinstance(data, Mapping):
         data = list(data.values())
     if isinstance(data, (list, tuple)) and not _is_numbers(data):
@@ -145,10 +153,23 @@ def leaves(data: Any) -> list[Any]:
     return [] if data is None else [data]
 
 
-def row_counts(data: Any) -> list[int]:
+def axis_in(shape: Sequence[int], batch_axis: int) -> int:
+    """The axis of the examples in an array of `shape`, which has one axis or
+    more: `batch_axis`, or the last axis of an array that has fewer."""
+    return min(batch_axis, len(shape) - 1)
+
+
+def row_counts(data: Any, batch_axis: int = 0) -> list[int]:
     """The number of rows of each array in `data`."""
     found: list[int] = []
-    map_leaves(lambda x: found.append(x.shape[0] if x.shape else 1), data)
+
+    def count(x: Any) -> None:
+        shape = x.shape
+        found.append(shape[axis_in(shape, batch_axis)] if shape else 1)
+    if _is_array(data):
+        count(data)
+    else:
+        map_leaves(count, data)
     return found
 
 
@@ -185,6 +206,8 @@ def is_empty(data: Any) -> bool:
     or the first of several inputs is None or an empty list, or all of those
     by name are None."""
     first = data[0] if isinstance(data, tuple) and data else data
+    if _is_array(first):
+        return 0 in first.shape
     if isinstance(first, Kwargs) and all(x is None for x in first.values()):
         first = None
     if first is None or isinstance(first, (list, tuple)) and not first:
@@ -194,18 +217,18 @@ def is_empty(data: Any) -> bool:
     return bool(shapes) and 0 in shapes[0]
 
 
-def rows_of(data: Any) -> int | None:
+def rows_of(data: Any, batch_axis: int = 0) -> int | None:
     """The number of rows of the first array in `data`."""
-    return next(iter(row_counts(data)), None)
+    return next(iter(row_counts(data, batch_axis)), None)
 
 
-def examples_of(labels: Any) -> list[int]:
+def examples_of(labels: Any, batch_axis: int = 0) -> list[int]:
     """How many examples `labels` may be of: `rows_of` them, or one for each
     entry of a list of dicts, of lists, or of arrays of different lengths."""
-    found = [rows_of(labels) or 0]
+    found = [rows_of(labels, batch_axis) or 0]
     if isinstance(labels, list) and (
             any(isinstance(x, (dict, list, tuple)) for x in labels)
-            or len(set(row_counts(labels))) > 1):
+            or len(set(row_counts(labels, batch_axis))) > 1):
         found.append(len(labels))
     return found
 

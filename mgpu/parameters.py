@@ -69,7 +69,7 @@ class Parameter(Hints):
         weight, bias, gamma, beta, running_mean, running_var or other.
     grad_req : str
         ``"write"``, ``"add"`` or ``"null"`` (frozen). May be set, once the
-        parameter has values: on all devices, from the next forward pass on.
+        parameter has values: from the next forward pass on.
         ValueError for another word, or for a buffer.
     number : int
         Its place among the network's parameters and buffers.
@@ -108,6 +108,8 @@ class Parameter(Hints):
     @property
     def shape(self) -> tuple[int, ...] | None:
         """None until it is known (deferred or lazy layers)."""
+        if self.kind in BUFFERS and self.spec.shape is not None:
+            self.refit()
         return self.spec.shape
 
     @property
@@ -115,17 +117,22 @@ class Parameter(Hints):
         return self.spec.dtype
 
     def refit(self) -> None:
-        """A forward pass on one device has put a buffer of another shape or
-        dtype in the place of this one."""
-        for spec in self._replicas.network.specs():
-            if spec.name == self.name:
-                self.spec = self.spec._replace(shape=spec.shape,
-                                               dtype=spec.dtype)
+        """A forward pass may have put a buffer of another shape or dtype in
+        the place of this one."""
+        x = self._replicas.network.array(self.number)
+        if tuple(x.shape) != self.spec.shape:
+            spec = self._replicas.network.specs()[self.number]
+            self.spec = self.spec._replace(shape=spec.shape, dtype=spec.dtype)
+
+    def multipliers(self) -> tuple[float, float]:
+        """`lr_mult` and `wd_mult`."""
+        lr_mult, wd_mult = self._replicas.network.multipliers(self.number)
+        return (lr_mult if self._lr_mult is None else self._lr_mult,
+                wd_mult if self._wd_mult is None else self._wd_mult)
 
     @property
     def lr_mult(self) -> float:
-        own, _ = self._replicas.network.multipliers(self.number)
-        return own if self._lr_mult is None else self._lr_mult
+        return self.multipliers()[0]
 
     @lr_mult.setter
     def lr_mult(self, factor: float) -> None:
@@ -133,8 +140,7 @@ class Parameter(Hints):
 
     @property
     def wd_mult(self) -> float:
-        _, own = self._replicas.network.multipliers(self.number)
-        return own if self._wd_mult is None else self._wd_mult
+        return self.multipliers()[1]
 
     @wd_mult.setter
     def wd_mult(self, factor: float) -> None:
@@ -152,11 +158,8 @@ class Parameter(Hints):
                 f"a buffer has no gradient; received grad_req={grad_req!r} "
                 f"for {self.name!r} ({self.kind}). Set it for parameters: "
                 "see Replicas.params().")
-        self._replicas.network.set_grad_req(
-            self.number, grad_req, self.list_data())
-        self._replicas.watch()
-        self._replicas.following.settle([self])
-        self._replicas.following.settle_request(self)
+        self._replicas.check_complete()
+        self._replicas.network.set_grad_req(self.number, grad_req)
 
     def list_devices(self) -> list[Device]:
         return list(self._replicas.devices)
@@ -165,25 +168,32 @@ class Parameter(Hints):
     list_ctx = list_devices
 
     def list_data(self) -> list[Any]:
-        """The native arrays themselves, one per device, not copies."""
-        return [replica.array(self.number)
-                for replica in self._replicas.of_engine()]
+        """The network's own native array, then a copy for each other device,
+        which the next pass overwrites. A copy has the network's value; of a
+        running statistic, the device's own."""
+        self._replicas.check_complete()
+        return self._replicas.network.arrays(self.number)
 
     def list_grad(self) -> list[Any]:
-        """The gradients themselves, one per device. ValueError for a frozen
-        parameter or a buffer: they have none."""
+        """The network's own gradient, the sum over all devices, then a copy
+        of it on each other device. ValueError for a frozen parameter or a
+        buffer: they have none."""
+        own, backend = self._grad(), self._replicas.backend
+        with backend.scope(recording=False):
+            return [own, *(backend.put(own, device)
+                           for device in self._replicas.devices[1:])]
+
+    def _grad(self) -> Any:
         if self.grad_req == "null":
             raise ValueError(
                 f"parameter {self.name!r} has no gradient; its grad_req is "
                 "'null' (a frozen parameter or a buffer). Set grad_req = "
                 "'write' on a parameter before the forward pass.")
-        backend, arrays = self._replicas.backend, self.list_data()
-        self._replicas.following.follow_request(self)
-        return [backend.grad(x) for x in arrays]
+        return self._replicas.backend.grad(self.data())
 
     def data(self, device: Any = None, *, ctx: Any = None) -> Any:
-        """The array on `device` (default: the first one), not a copy. `ctx`
-        is Gluon's word for `device`.
+        """The network's own array; on another device than the first, what
+        `list_data` has there. `ctx` is Gluon's word for `device`.
 
         Raises
         ------
@@ -191,12 +201,15 @@ class Parameter(Hints):
             The parameter is not on that device, or has no values yet.
         """
         place = self.place(device if ctx is None else ctx)
-        return self.list_data()[place]
+        if place:
+            return self.list_data()[place]
+        self._replicas.check_complete()
+        return self._replicas.network.array(self.number)
 
     def grad(self, device: Any = None, *, ctx: Any = None) -> Any:
         """The gradient on `device`; raises as `data` and `list_grad` do."""
         place = self.place(device if ctx is None else ctx)
-        return self.list_grad()[place]
+        return self.list_grad()[place] if place else self._grad()
 
     def place(self, device: Any) -> int:
         """The number of `device` among this parameter's devices (None: the
@@ -212,29 +225,41 @@ class Parameter(Hints):
         return holders.index(device)
 
     def set_data(self, value: Any) -> None:
-        """Write `value` (NumPy or native, of this shape) on all devices,
-        rounded to the parameter's dtype; the next `Trainer.step` goes on
-        from it. ValueError for another shape; nothing has changed then."""
-        arrays = self.list_data()
+        """Write `value` (NumPy or native, of this shape) to the network,
+        rounded to the parameter's dtype. ValueError for another shape;
+        nothing has changed then."""
+        self._replicas.check_complete()
         shape = tuple(np.shape(value) if not hasattr(value, "shape")
                       else value.shape)
         if shape != self.shape:
             raise ValueError(f"parameter {self.name!r} has shape "
                              f"{self.shape}; received {shape}. Reshape the "
                              "value.")
-        backend = self._replicas.backend
-        with backend.scope(recording=False):
-            for x in arrays:
-                x[...] = backend.put(value, x)
-        self._replicas.following.settle([self])
+        with self._replicas.backend.scope(recording=False):
+            self.write(value if hasattr(value, "shape") else np.array(value))
+
+    def write(self, value: Any) -> None:
+        """Write `value`, of this shape or, for a buffer, with one more axis
+        of the devices at the front; inside a scope that does not record."""
+        backend, network = self._replicas.backend, self._replicas.network
+        x = network.array(self.number)
+        if len(value.shape) > len(x.shape):
+            if self.kind in STATISTICS:
+                network.write_statistics(self.number, [
+                    backend.put(one, device, dtype=self.dtype)
+                    for one, device in zip(value, self._replicas.devices,
+                                           strict=True)])
+                return
+            value = value[0]
+        x[...] = backend.put(value, x)
+        network.written(self.number)
 
     def zero_grad(self) -> None:
-        """Set the gradient to zero on all devices."""
-        if self.grad_req != "null":
-            backend = self._replicas.backend
-            with backend.scope(recording=False):
-                for x, g in zip(self.list_data(), self.list_grad()):
-                    g[...] = 0
-                    backend.settle(x)
-
-
+        """Set the gradient to zero."""
+        if self.grad_req == "null":
+            return
+        backend, x = self._replicas.backend, self.data()
+        with backend.scope(recording=False):
+            if backend.has_gradient(x):
+                backend.grad(x)[...] = 0
+        backend.mark_used(x)

@@ -41,7 +41,7 @@ listener: ContextVar[Listener | None] = ContextVar("mgpu_profile",
 open_stage: ContextVar[OpenStage | None] = ContextVar("mgpu_stage",
                                                       default=None)
 _NOTHING: AbstractContextManager[None] = nullcontext()
-_here = threading.local()       # .at_once, .host: see the functions
+_here = threading.local()       # .at_once: see the function
 
 
 def step(devices: Sequence[Any], batch: Any = None
@@ -104,35 +104,34 @@ def stage(kind: str, name: str, devices: Sequence[Any] | None = None,
 
 def staged(kind: str, name: str,
            results: Callable[[Any], Sequence[Any]]) -> Callable:
-    """A `stage` around each call of a method of an object that has
-    ``self.replicas``; `results` gets these replicas."""
+    """A `stage` of the first device around each call of a method of an object
+    that has ``self.replicas``; `results` gets these replicas."""
     def decorate(method: Callable) -> Callable:
         @wraps(method)
         def wrapped(self: Any, *args: Any, **options: Any) -> Any:
             if listener.get() is None:
                 return method(self, *args, **options)
             with stage(kind, name, self.replicas.devices,
-                       partial(results, self.replicas)):
+                       partial(results, self.replicas), [0]):
                 return method(self, *args, **options)
         return wrapped
     return decorate
 
 
 def gradients(replicas: Any) -> list[list[Any]]:
-    """Each device's gradients, not copies."""
-    return _columns(replicas, lambda p: p.list_grad())
+    """The network's gradients, not copies, on the first device."""
+    return _on_first(replicas, lambda p: p.grad())
 
 
 def weights(replicas: Any) -> list[list[Any]]:
-    """Each device's trained parameters, not copies."""
-    return _columns(replicas, lambda p: p.list_data())
+    """The network's trained parameters, not copies, on the first device."""
+    return _on_first(replicas, lambda p: p.data())
 
 
-def _columns(replicas: Any, read: Callable[[Any], list[Any]]
-             ) -> list[list[Any]]:
+def _on_first(replicas: Any, read: Callable[[Any], Any]) -> list[list[Any]]:
     requests = replicas.grad_reqs()
-    rows = [read(p) for p in replicas.params() if requests[p.name] != "null"]
-    return [[row[i] for row in rows] for i in range(len(replicas))]
+    first = [read(p) for p in replicas.params() if requests[p.name] != "null"]
+    return [first, *([] for _ in range(1, len(replicas)))]
 
 
 def mark(device: Any) -> AbstractContextManager[None]:
@@ -146,21 +145,6 @@ def timed(thunks: Thunks) -> Thunks:
     device i: the same functions, timed where a stage is open."""
     opened = open_stage.get()
     return thunks if opened is None else opened.timed(thunks)
-
-
-def host() -> int:
-    """The thread that the calling one works for: itself, or the one that an
-    engine has called `as_host` for."""
-    return getattr(_here, "host", None) or threading.get_ident()
-
-
-def as_host(thread: int, thunk: Callable[[], Any]) -> Any:
-    """``thunk()``, in the name of `thread`, which waits for it."""
-    _here.host = thread
-    try:
-        return thunk()
-    finally:
-        _here.host = None
 
 
 def at_once() -> None:

@@ -5,6 +5,7 @@ measured until a Profile is on (docs/guide/profiling.md).
 """
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -67,7 +68,7 @@ class _Stage:
     def __enter__(self) -> None:
         self.profile.current = self
         self._token = probes.open_stage.set(self)
-        self._thread = probes.host()
+        self._thread = threading.get_ident()
         self._begin = time.perf_counter()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -89,7 +90,7 @@ class _Stage:
     def _mark(self, number: int | None, begin: float, done: bool = False
               ) -> None:
         self.marks.append(_Mark(number, begin, time.perf_counter(),
-                                probes.host(), done))
+                                threading.get_ident(), done))
 
     def timed(self, thunks: Sequence[Callable[[], Any]]
               ) -> Sequence[Callable[[], Any]]:
@@ -270,7 +271,7 @@ class Profile:
                 "all steps.")
         if not self.origin:
             self.origin = time.perf_counter()
-        self._thread = probes.host()
+        self._thread = threading.get_ident()
         probes.listener.set(self)
         return self
 
@@ -282,7 +283,7 @@ class Profile:
     def begin_step(self, devices: Sequence[Device], batch: Any
                    ) -> AbstractContextManager[None]:
         """What `mgpu.probes.step` calls; users call that."""
-        if self._in_step or probes.host() != self._thread:
+        if self._in_step or threading.get_ident() != self._thread:
             return _NOTHING
         return self._step(list(devices), batch)
 
@@ -315,7 +316,7 @@ class Profile:
         """What `mgpu.probes.stage` calls; users call that."""
         one_of("stage", kind, PARTS)
         if not self._staged or self.current is not None \
-                or probes.host() != self._thread:
+                or threading.get_ident() != self._thread:
             return _NOTHING
         return _Stage(self, kind, name,
                       self._devices if devices is None else devices,

@@ -11,16 +11,17 @@ from collections import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from functools import partial
-from math import prod
+from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from mgpu import host_memory, initializers, notebook, probes, weight_files
+from mgpu import initializers, notebook, probes, weight_files
 from mgpu.arguments import Hints, by_name, integer, one_given, one_of
 from mgpu.backends import (base, get_backend, give_back, given, messages,
                            recording_elsewhere)
+from mgpu.backends.containers import Call
 from mgpu.backends.scope import check_task
 from mgpu.batch_norm import Joint, Meeting, SyncBatchNorm
 from mgpu import distributed
@@ -29,17 +30,16 @@ from mgpu.collectives.strategies import strategy_of
 from mgpu.compat.gluon import GLUON_HINTS, VIEW_HINTS, GluonNames
 from mgpu.compat.pytorch import (TORCH_HINTS, TORCH_VIEW_HINTS,
                                  TorchNames)
+from mgpu.data.examples import BatchSplit, Joining
 from mgpu.device import Device, as_devices
 from mgpu.distributed.strategy import over_processes, share_values
+from mgpu.errors import ReplicaMismatchError
 from mgpu.files import FilePath
-from mgpu.following import Following
 from mgpu.inputs import inputs_for
-from mgpu.nested import (NoRows, OnDevices, as_inputs, is_empty, leaves,
-                         map_leaves, shards_of)
+from mgpu.nested import (NoRows, OnDevices, as_inputs, examples_of,
+                         is_empty, leaves, map_leaves, shards_of)
 from mgpu.parameters import BUFFERS, STATISTICS, Parameter, get_params
 from mgpu.prediction import predict
-from mgpu.replica_checks import (ReplicaMismatchError, check_apart, extents,
-                                 mismatch)
 
 __all__ = ["BATCH_NORM", "Parameter", "ReplicaMismatchError", "ReplicaView",
            "Replicas", "as_inputs", "get_params", "initialize"]
@@ -53,22 +53,58 @@ _COUNTER = "num_batches_tracked"
 # engines start for it.
 _thread: ContextVar[Any] = ContextVar("mgpu_thread", default=None)
 
-# "Initialised" means: has been through `initialize`. A torch module has
-# values from the start, so the engine cannot tell.
+#: by network, the devices of the last `initialize`
 _initialized: "weakref.WeakKeyDictionary[Any, list[Device]]" = \
     weakref.WeakKeyDictionary()
-#: what `initialize` returned for them, as long as somebody has it
-_returned: "weakref.WeakKeyDictionary[Any, weakref.ref[Replicas]]" = \
-    weakref.WeakKeyDictionary()
-#: how many of them were there when `_collect` last looked
+#: where a network keeps its `Replicas`
+_OWNED = "_mgpu_replicas"
+#: how many networks were there when `_collect` last looked
 _left = 0
-
 
 _HINTS = {**TORCH_HINTS, **GLUON_HINTS}
 
 
+class _Owned:
+    """A network's `Replicas`; a copy of the network has none."""
+
+    def __init__(self, replicas: "Replicas | None" = None) -> None:
+        self.replicas = replicas
+
+    def __reduce__(self) -> Any:
+        return dict, ()     # a pickle needs no mgpu
+
+    def __deepcopy__(self, memo: Any) -> "_Owned":
+        return _Owned()
+
+
+class _Claim:
+    """The block of `Replicas.owned`."""
+
+    def __init__(self, replicas: "Replicas") -> None:
+        self._replicas = weakref.proxy(replicas)
+        self._owner: list[Any] = []
+        self._claiming = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._claiming:
+            me = _thread.get()
+            if me is None:
+                me = object()
+                _thread.set(me)
+            if self._owner and self._owner[-1] is not me:
+                raise RuntimeError(
+                    "one thread at a time uses the replicas of a network; "
+                    "received a call while another thread runs or trains "
+                    "them. Give each thread a network of its own.")
+            self._replicas.check_valid()
+            self._owner.append(me)
+
+    def __exit__(self, *_: Any) -> None:
+        self._owner.pop()
+
+
 class ReplicaView(Hints):
-    """One replica of a `Replicas`: ``replicas[i](x)`` runs it.
+    """A network on one device of a `Replicas`: ``replicas[i](x)``.
 
     Attributes
     ----------
@@ -77,39 +113,40 @@ class ReplicaView(Hints):
 
     _hints = {**VIEW_HINTS, **TORCH_VIEW_HINTS, **_HINTS}
 
-    def __init__(self, replicas: "Replicas", index: int,
-                 run: Callable[[int, tuple[Any, ...]], Any]):
-        self._replicas, self._index, self._run = replicas, index, run
+    def __init__(self, replicas: "Replicas", index: int) -> None:
+        self._replicas, self._index = replicas, index
         self.device = replicas.devices[index]
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if named:
             inputs = *inputs, base.Kwargs(named)
-        return self._run(self._index, inputs)
+        return self._replicas.run_one(self._index, inputs)
 
     def __repr__(self) -> str:
         return f"replica {self._index} on {self.device}"
 
     def arrays(self) -> list[Any]:
         """The native parameters, then buffers, of this device."""
-        replica = self._replicas.of_engine()[self._index]
-        return [replica.array(p.number)
+        return [p.list_data()[self._index]
                 for p in self._replicas.all_parameters()]
 
 
 class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
     """A network on a list of devices. Made by `initialize`.
 
-    ``replicas[i](x)`` runs the network on device i; ``replicas(shards)``
-    takes a list with one shard per device, runs all replicas at the same
-    time and returns a list. Where a shard is empty or None the network does
-    not run and the result is None. Training mode holds inside `mgpu.record`;
-    outside it a replica predicts and builds no graph, whatever the user's
-    own flags say; but layers of a torch network in eval mode that the user
-    has put into training mode again, such as dropout, train there. Such a
-    network in eval mode predicts in `record` too, under ``torch.no_grad()``;
-    with gradients it is refused (`mgpu.record` has ``train_mode=False`` for
-    them).
+    The network itself is the only state. ``replicas(shards)`` takes a list
+    with one shard for each device, runs the network on all of them at the
+    same time, and returns a list; ``replicas[i](x)`` runs it on device i.
+    Where a shard is empty or None the result is None. Other devices than the
+    first run copies, which each pass overwrites from the network; the
+    gradients of all devices are added up in the network's own parameters.
+
+    Layers train inside `mgpu.record`. Outside it they predict and nothing is
+    recorded, whatever their own flags say; but layers of a torch network in
+    eval mode that were put into training mode again, such as dropout, train
+    there. Such a network in eval mode predicts in `record` too, under
+    ``torch.no_grad()``; with gradients it is refused (`mgpu.record` has
+    ``train_mode=False`` for them).
 
     A network with several inputs takes ``replicas[i](a, b)``, and either
     ``replicas(a_shards, b_shards)`` or shards that are tuples or lists of
@@ -122,16 +159,13 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
     ----------
     devices : list of Device
     net : gluon.Block or torch.nn.Module
-        The user's own network. On torch it is replica 0, on MXNet the one
-        Block that all replicas are views of: training trains it in place.
+        The user's own network, on the first device. Training changes it in
+        place. Methods other than forward run on it.
     backend : Backend
         The engine that was in use when the network was initialised.
     batch_norm : str
     network : mgpu.backends.base.Network
         What the engine knows of `net`: its layers, for example.
-    recorded : list of bool
-        Which replicas had rows when they were last called in `record`.
-        `Trainer` clears it with every step.
     """
 
     _hints = _HINTS
@@ -146,47 +180,25 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         self._draw = draw           # gives values; None once complete
         self._origin = origin       # of the values, in words
         self._completing = threading.Lock()
-        self._replicas: list[base.Replica] = []
-        self._views = [ReplicaView(self, i, self._run_one)
-                       for i in range(len(devices))]
-        self.recorded = [False] * len(devices)
+        self._views = [ReplicaView(self, i) for i in range(len(devices))]
         self._found: list[Parameter] | None = None
-        self.following = Following(backend, devices, self._adopt)
-        self._turn = threading.Lock()       # replicas may run in threads
-        self._ran: set[int] = set()         # one by one, since all were equal
-        self._moved: list[int] = []     # whose buffers a recorded pass moved
-        self._all_passed = False        # in a pass of all devices
-        #: "sync": the devices that had rows in all recorded passes since the
-        #: last step
-        self._whole = set(range(len(devices)))
-        #: devices whose pass has begun and is not queued: those that failed
-        self._begun: list[int] = []
-        #: whose sums all devices hold: see `carry_over`
+        self._claim = _Claim(self)          # see `owned`
+        names = [p.name for p in network.inputs()]
+        #: by batch axis
+        self._split = cache(lambda batch_axis: BatchSplit(
+            names, batch_axis, (), backend.batch_arrays))
+        #: over processes: parameters whose gradients hold the sum of all
+        #: ranks, to which the next backward pass adds
         self.carried: list[Parameter] = []
-        self._kept: dict[str, int | None] = {}
-        #: devices without rows whose gradients are zeros, and the user's
-        self.emptied: set[int] = set()
-        #: in `unobserved`: the running statistics before its passes
-        self._before: list[Any] | None = None
-        #: those of a step that was not done, while it may still be
-        self._undone: list[Any] = []
-        #: for the step that is not done yet: which devices of each rank have
-        #: moved their buffers; None: those of other ranks are not known
+        self._kept: dict[str, int] = {}
+        #: since the last step: the devices whose passes have trained, and
+        #: whether this rank had no examples of a batch
+        self._trained: list[int] = []
+        self._missed = False
+        #: `moved` of each rank, in a step
         self.moved_by_rank: list[list[int]] | None = None
-        #: what `train_batch` knows of the loss that it was called with
-        self.shared_loss: Any = None
         # whether other processes, without rows, take part in this pass
         self._served = False
-        #: a trainer of some parameters has stepped: the gradients of others
-        #: are another trainer's, until the next pass
-        self.shared_batch = False
-        #: the trainer whose sums the gradients are, or were last
-        self.summed_by: Any = None
-        #: why the replicas must not be used until values are loaded, or None
-        self.torn: str | None = None
-        self._owner: list[Any] = []         # see `owned`
-        self._watched = base.Watch()        # of gradients
-        self._claiming = threading.Lock()
 
     @property
     def net(self) -> Any:
@@ -206,9 +218,8 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             "replicas are tied to their devices and to one network, so they "
-            f"are neither copied nor pickled; received {self!r}. Copy the "
-            "network and mgpu.initialize the copy, or keep "
-            "Replicas.export_numpy.")
+            f"are neither copied nor pickled; received {self!r}. Copy or "
+            "pickle replicas.net, or keep Replicas.export_numpy.")
 
     def __repr__(self) -> str:
         return (f"Replicas of {type(self.net).__name__} on {self.devices} "
@@ -224,17 +235,16 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
 
     def _complete(self, inputs: tuple[Any, ...] | None = None,
                   device: Device | None = None) -> None:
-        """Make the replicas and draw what has no value, once shapes are
-        known."""
-        with self._completing:      # replicas may run in threads
+        """Draw what has no value, once shapes are known."""
+        with self._completing:
             if self._draw is None:
                 return
             if any(spec.shape is None for spec in self.network.specs()):
                 if inputs is None:
                     return
-                with _explained([inputs]):
-                    self.network.infer_shapes(inputs,
-                                              device or self.devices[0])
+                with _Explained([inputs]):
+                    self.network.infer_shapes(
+                        inputs, device or self.devices[0])
             specs = self.network.specs()
             unknown = [spec.name for spec in specs if spec.shape is None]
             if unknown:
@@ -244,21 +254,18 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                     "Give these layers their input size, or take them out.")
             values = self._draw()
             with self.backend.scope(recording=False):
-                replicas = self.network.replicate(self.devices)
-                for replica in replicas:
-                    for number, spec in enumerate(specs):
-                        if spec.name in values:
-                            x = replica.array(number)
-                            x[...] = self.backend.put(values[spec.name], x)
+                self.network.place(self.devices)
+                for number, spec in enumerate(specs):
+                    if spec.name in values:
+                        x = self.network.array(number)
+                        x[...] = self.backend.put(values[spec.name], x)
             for p, spec in zip(self._found or (), specs, strict=False):
                 p.spec = spec
-            self._replicas, self._draw = replicas, None
+            self._draw = None
             self._agree()
-            self.watch()
-            self.following.settle(self.all_parameters())
 
     def complete_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Make the replicas where only shapes of parameters have missed, by
+        """Place the network where only shapes of parameters have missed, by
         name, if the engine can. Raises as `base.Network.give_shapes`."""
         if not self.complete:
             self.network.give_shapes(shapes)
@@ -275,153 +282,30 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                 line.strip() for line in
                 _without_addresses(repr(self.net)).splitlines()]},
             "Make the same network on every rank.")
-        share_values([p.list_data() for p in self.all_parameters()],
-                     self.span)
+        share_values([[p.data()] for p in self.all_parameters()], self.span)
 
-    def watch(self) -> None:
-        """Tell the engine which arrays are trained now."""
-        requests = self.grad_reqs()
-        trained = [p for p in self.params() if requests[p.name] != "null"]
-        self._leaves, passes = self._trained(), self._watched.passes
-        self._watched = self.backend.watch_gradients(
-            list(zip(*(p.list_data() for p in trained))),
-            [requests[p.name] for p in trained])
-        self._watched.passes = passes
-        self._watched.wide = self.span.wide
-        self._watched.renew = weakref.WeakMethod(self._renew)
-        self._watched.moved = weakref.WeakMethod(self._share)
-
-    def _trained(self) -> list[tuple[str, int]]:
-        first = self._replicas[0]
-        return [(p.grad_req, id(first.array(p.number)))
-                for p in self.params()]
-
-    def _renew(self) -> None:
-        """A backward pass begins, perhaps of the network itself, before
-        which nobody looked for what the user has changed."""
-        with contextlib.suppress(RuntimeError):     # values moved elsewhere
-            if self._trained() != self._leaves:
-                self.watch()
-        self._carry()
-
-    def note_edits(self, on: bool) -> None:
-        """Whether the engine is to note what the user writes to gradients;
-        a backward pass begins it."""
-        self.backend.note_edits(self._watched, on)
-
-    @contextlib.contextmanager
-    def unobserved(self, observed: bool = False) -> Iterator[None]:
-        """A step in the block: no code of the user's runs between its
-        backward pass and its update, so nobody looks for what that writes to
-        gradients (unless `observed`: the user's own trainer steps). After an
-        error running statistics are those before it, until an update follows
-        all the same."""
-        watched = self._watched
-        watched.observed, self._before, self._undone = observed, [], []
-        try:
-            yield
-        except BaseException:
-            watched.observed = True
-            if self.complete:           # gradients are the user's now
-                self.note_edits(True)
-                for p in self.params():
-                    for x in p.list_data():
-                        self.backend.settle(x)
-            self.give_up()
-            before, self._before = self._before, None
-            if before:
-                self.backend.uninterrupted(partial(self._undo, before))
-            raise
-        finally:
-            watched.observed = True
-
-    def _adopt(self, p: Parameter, earlier: Any) -> None:
-        """The user has put another array in the place of replica 0's."""
-        array = p.data()
-        grows = len(self) == 1 and p.kind in BUFFERS    # a longer text
-        if not grows and (array.shape != earlier.shape
-                          or array.dtype != earlier.dtype):
-            raise ValueError(
-                f"an array that takes the place of {p.name!r} has its shape "
-                f"and dtype, {p.shape} {p.dtype}; received "
-                f"{tuple(array.shape)} {array.dtype}. " + (
-                    "Put one of its own in that place, and the replicas go "
-                    "on. Make it as large as it gets before mgpu.initialize,"
-                    " or keep it in a plain attribute."
-                    if p.kind in BUFFERS else
-                    "Make the network anew, and call mgpu.initialize."))
-        self._check_shared_memory(p)
-        if p.kind not in BUFFERS:
-            self.network.adopt(p.number, p.list_data(), earlier)
-            self.watch()
-
-    def _check_shared_memory(self, p: Parameter) -> None:
-        """Refuse an array in the place of replica 0's that shares memory with
-        other arrays than on the other devices."""
-        sharing: list[set[str]] = []
-        for i, device in list(enumerate(self.devices))[:2]:
-            every = [extent for q in self.all_parameters() for extent in
-                     extents(self.backend, [device], q.name,
-                             [q.list_data()[i]])]
-            sharing.append({x.name for here in every if here.name == p.name
-                            for x in every if x.space == here.space
-                            and x.begin < here.end and here.begin < x.end})
-        if sharing[0] != sharing[-1]:
-            raise ValueError(
-                "arrays share memory on all devices or on none; received one "
-                f"in the place of {p.name!r} that changes that, for "
-                f"{sorted(sharing[0] ^ sharing[-1])}. Write to the array that "
-                "is there, or share memory before mgpu.initialize.")
-
-    @contextlib.contextmanager
-    def owned(self) -> Iterator[None]:
+    def owned(self) -> AbstractContextManager[None]:
         """Inside the block, no other thread may use these replicas, but for
         the threads that `mgpu.parallel` starts. It does not wait.
 
         Raises
         ------
         RuntimeError
-            Another thread uses them; they were made void by
-            ``force_reinit``; or an update of theirs has failed midway.
+            Another thread uses them, or another `initialize` of the network
+            has made them void.
         """
-        with self._claiming:
-            self._owner.append(self._check_usable())
-        try:
-            yield
-        finally:
-            self._owner.pop()
-
-    def _check_usable(self) -> Any:
-        """Raise as `owned`; returns what stands for this thread."""
-        me = _thread.get()
-        if me is None:
-            me = object()
-            _thread.set(me)
-        if any(other is not me for other in self._owner):
-            raise RuntimeError(
-                "one thread at a time uses the replicas of a network; "
-                "received a call while another thread runs or trains them. "
-                "Give each thread a network of its own.")
-        self.check_valid()
-        if self.torn is not None:
-            raise RuntimeError(
-                f"replicas may hold different values, since an update failed "
-                f"midway ({self.torn}). Load values with "
-                "Replicas.import_numpy, and states with Trainer.load_states.")
-        return me
+        return self._claim
 
     def check_valid(self) -> None:
-        """Raise RuntimeError if ``force_reinit`` has made them void: what is
-        written to them would reach a part of those that hold now."""
-        if self.complete and _initialized.get(self.net) is not self.devices:
+        """Raise RuntimeError if another `initialize` has made them void."""
+        if self._draw is None \
+                and vars(self.network.net)[_OWNED].replicas is not self:
             raise RuntimeError(
-                "these replicas are void: the network, or one with parameters "
-                "of it, was initialized again, with force_reinit=True. Use "
-                "what that call returned.")
+                "these replicas are void: the network was initialized again. "
+                "Use what that call returned.")
 
-    def of_engine(self) -> list[base.Replica]:
-        """The engine's own replicas. RuntimeError before they have
-        values."""
+    def check_complete(self) -> None:
+        """RuntimeError before the parameters have values."""
         if self._draw is not None:
             self._complete()        # a native call may have found the shapes
         if self._draw is not None:
@@ -429,7 +313,6 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                 "the parameters have no values yet: a shape is unknown until "
                 "the first forward pass. Run one, replicas(shards), or pass "
                 "sample= to mgpu.initialize.")
-        return self._replicas
 
     def all_parameters(self) -> list[Parameter]:
         """`params`, then `buffers`, as the engine counts them."""
@@ -456,23 +339,12 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         return {p.name: p.grad_req for p in self.all_parameters()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set every gradient to zero on all devices. They are no new ones
-        any more: what has been cleared is not applied, and no step is due.
-        Running statistics are as after that step. `set_to_none` is torch's
-        word: gradients stay arrays here, of zeros.
-        """
+        """Set every gradient to zero. They are no new ones any more: what has
+        been cleared is not applied, and no step is due. `set_to_none` is
+        torch's word: gradients stay arrays here, of zeros."""
         self.check_valid()
-        self._undone = []
-        if self.complete:   # what has had its backward pass is given up
-            fresh = list(map(self._is_fresh, range(len(self))))
-            self.recorded = [flag and not new for flag, new
-                             in zip(self.recorded, fresh)]
-            if any(fresh):
-                self.give_up()
         for p in self.params():
             p.zero_grad()
-            for x in p.list_data() if p.grad_req != "null" else ():
-                self.backend.mark_used(x)
 
     def export_numpy(self, *, device: Any = None, all_devices: bool = False
                      ) -> dict[str, np.ndarray]:
@@ -483,16 +355,14 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         device : device, optional
             Take the running statistics of this device.
         all_devices : bool
-            Keep every device's statistics: with more than one device their
-            arrays get a leading axis of length K, and so do other buffers
-            that differ. What a checkpoint of a run with
-            ``batch_norm="per_device"`` needs. Not with `device`.
+            Keep every device's running statistics: with more than one device
+            their arrays get a leading axis of length K. What a checkpoint of
+            a run with ``batch_norm="per_device"`` needs. Not with `device`.
 
         Returns
         -------
         dict of str -> ndarray
-            By default running statistics are the mean over devices, with a
-            UserWarning where they differ: the variance of the means is lost.
+            By default the network's own values.
 
         Raises
         ------
@@ -500,7 +370,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             `device` and `all_devices` together.
         RuntimeError
             A device where the network is not, no values yet, or replicas
-            that ``force_reinit`` has made void.
+            that another `initialize` has made void.
         """
         self.check_valid()
         if self.span.wide and self.batch_norm == "per_device" \
@@ -514,42 +384,16 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             raise ValueError("one device's statistics or those of all are "
                              f"exported; received device={device!r} and "
                              "all_devices=True. Give one of them.")
-        values, differ, others = {}, [], []
+        values = {}
         for p in self.all_parameters():
-            arrays = self.following.standing(p)
-            place = p.place(device)
-            if p.kind not in BUFFERS or len(self.devices) == 1 \
-                    or device is not None:
-                values[p.name] = self.backend.to_numpy(arrays[place])
-                continue
-            every = np.stack([self.backend.to_numpy(x) for x in arrays])
-            own = (every != every[:1]).any()
-            if p.kind not in STATISTICS:
-                values[p.name] = every if own and all_devices else every[0]
-                if own and not all_devices:
-                    others.append(p.name)
-            elif all_devices:
-                values[p.name] = every
-            elif own:
-                differ.append(p.name)
-                values[p.name] = every.mean(axis=0)
-            else:
-                values[p.name] = every[0]
-        if others:
-            warnings.warn(
-                f"{len(others)} buffers that forward passes write differ "
-                f"between devices ({others[0]}, ...); those of "
-                f"{self.devices[0]} were exported. Pass device= to choose.",
-                stacklevel=2)
-        if differ:
-            warnings.warn(
-                f"{len(differ)} running statistics differ between devices "
-                f"({differ[0]}, ...); their mean was exported. Pass "
-                "all_devices=True to keep every device's.", stacklevel=2)
+            every = p.list_data() if all_devices and len(self) > 1 \
+                and p.kind in STATISTICS else [p.data(device)]
+            found = [self.backend.to_numpy(x) for x in every]
+            values[p.name] = np.stack(found) if len(found) > 1 else found[0]
         return values
 
     def import_numpy(self, values: Mapping[str, np.ndarray]) -> None:
-        """Write values by name on all devices: what `export_numpy` gave, of
+        """Write values by name to the network: what `export_numpy` gave, of
         this engine or of the other one, each read once. Buffers may have a
         leading axis of length K. A parameter of several layers may come under
         each of its names. Those of kind "other" may be missing, and
@@ -562,7 +406,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             numbers, or finite ones that the parameter's dtype would make
             infinite; all of them are listed. Nothing has changed then.
         RuntimeError
-            Replicas that ``force_reinit`` has made void.
+            Replicas that another `initialize` has made void.
         """
         self.fit_numpy(values)()
 
@@ -570,15 +414,14 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                   ) -> Callable[[], None]:
         """A function that does what `import_numpy` of `values` would do now,
         and refuses nothing; raises as that does."""
-        self.of_engine()
+        self.check_complete()
         self.check_valid()
         # Copies: a mapping may read them anew each time, or change.
         values = {name: self.backend.to_numpy(x)
                   if self.backend.is_native(x) else np.array(x)
                   for name, x in by_name("values", values).items()}
-        if self.complete:       # a prediction has made some larger, perhaps
-            self.following.follow([p for p in self.buffers()
-                                   if tuple(p.data().shape) != p.shape])
+        for p in self.buffers():    # a pass may have made some larger
+            p.refit()
         own = {p.name: p for p in self.all_parameters()}
         apart = _under_one_name(values, self.network.aliases()) \
             if values.keys() - own.keys() else []
@@ -615,19 +458,14 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         def write() -> None:
             with self.backend.scope(recording=False):
                 for name in known:
-                    value, shape = values[name], own[name].shape
-                    for i, x in enumerate(own[name].list_data()):
-                        one = value if value.shape == shape else value[i]
-                        x[...] = self.backend.put(one, x)
-            self.following.settle([own[name] for name in known])
-            self.torn = None
+                    own[name].write(values[name])
         return write
 
     def save(self, file: FilePath) -> None:
         """Write weights and buffers to `file` (safetensors with digests),
-        whole or not at all: what `export_numpy` gives, which warns where it
-        does. The same file loads on either engine and any number of devices,
-        and other programs read it; they find one array more, "sha256". With
+        whole or not at all: what `export_numpy` gives. The same file loads on
+        either engine and any number of devices, and other programs read it;
+        they find one array more, "sha256". With
         several processes rank 0 writes, and all call it. Waits for pending
         work. OSError as `mgpu.save_checkpoint`."""
         weight_files.save(self, file)
@@ -673,9 +511,8 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         batch_size : int, optional
             Rows of one pass over all devices, of arrays; by default all.
         device : device, optional
-            Run only there. With ``batch_norm="per_device"`` the devices hold
-            statistics of their own, and by default the rows of each are
-            judged by its own, as in `mgpu.evaluate_accuracy_gpus`.
+            Run only there. All devices use the network's own running
+            statistics.
 
         Returns
         -------
@@ -692,18 +529,11 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         """
         return predict(self, X, batch_size, device)
     def write(self, values: Mapping[int, Any]) -> None:
-        """Write values, by number of the parameter or buffer, on all devices;
-        their shapes fit."""
-        written = [self.all_parameters()[number] for number in values]
-        with self.owned() if self.torn is None else contextlib.nullcontext(), \
-                self.backend.scope(recording=False):
-            for p in written:
-                for x in p.list_data():
-                    x[...] = self.backend.put(values[p.number], x)
-        self.following.settle(written)
-        if all(p in written or p.kind in BUFFERS
-               for p in self.all_parameters()):
-            self.torn = None
+        """Write values, by number of the parameter or buffer; their shapes
+        fit."""
+        with self.owned(), self.backend.scope(recording=False):
+            for number, x in values.items():
+                self.all_parameters()[number].write(x)
 
     def _changes_nothing(self, name: str, value: np.ndarray) -> bool:
         """Whether it is a gamma of ones, or a beta of zeros, of a norm layer
@@ -741,100 +571,22 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                         "network on every rank alike, or load a checkpoint.")
 
     def check_equal(self) -> None:
-        """Check that all replicas hold the same bits, each in memory of its
-        own. `Trainer` does it after each update under ``MGPU_DEBUG=1``.
-
-        Compared are all parameters, frozen ones too, and the running
-        statistics where `batch_norm` promises that they agree ("average"
-        and "sync", at the end of a step: not while a batch waits for it).
-        Memory: parameters, buffers and
-        gradients. Reads everything, and waits for pending work. With several
-        processes call it on all: it compares the parameters of all.
+        """With several processes, check that all hold the same parameters:
+        call it on every rank. `Trainer` does it after each update under
+        ``MGPU_DEBUG=1``. (The devices of one process have them by
+        construction.) Reads everything, and waits for pending work.
 
         Raises
         ------
         ReplicaMismatchError
-            Names the first parameter, the devices, the largest difference.
+            Names the first parameter that differs.
         RuntimeError
             The parameters have no values yet.
         """
-        self._check_memory()
-        promised = STATISTICS if self.batch_norm != "per_device" \
-            and not (self._moved or self._begun) else ()
-        for p in self.all_parameters():
-            if p.kind not in BUFFERS or p.kind in promised:
-                self._check_values(p, p.list_data())
+        self.check_complete()
         if self.span.wide:
             self.check_digests(self.span.world.gather("check_equal",
                                                       self.digest()))
-
-    def _check_values(self, p: Parameter, arrays: list[Any]) -> None:
-        first, *others = map(self.backend.to_numpy, arrays)
-        for device, other in zip(self.devices[1:], others):
-            if first.tobytes() != other.tobytes():
-                raise mismatch(p, self.devices[0], device, first, other)
-
-    def check_native(self, backward: Sequence[bool]) -> None:
-        """Check, before gradients are summed, that they are of one batch; and
-        what the replicas check before a pass, if the user has called the
-        network itself (``net(x)``) in their place. `backward`: which devices
-        had a backward pass.
-
-        Raises
-        ------
-        RuntimeError
-            Some gradients may be of an earlier batch. Each device used its
-            own batch statistics, under "sync"; or the network has other
-            layers than at `initialize`.
-        ReplicaMismatchError
-            The devices hold different weights.
-        """
-        if not any(backward):
-            return
-        self.network.check_kept(backward=True)
-        doubt = self._watched.passes.doubt
-        if doubt:
-            raise RuntimeError(
-                "a step applies one batch, of which each device's last "
-                "backward pass counts; received backward passes since the "
-                "last step that do not tell which devices have rows in the "
-                "latest batch: " + ", ".join(
-                    f"{n} on {self.devices[i]}"
-                    for i, n in sorted(doubt.items()))
-                + ". Give the losses of all devices to one "
-                "mgpu.backward(losses), or call replicas.zero_grad() where "
-                "a batch is given up.")
-        if any(self.recorded):
-            return
-        self.network.follow()
-        if self.joint and (sum(backward) > 1 or self.span.wide) \
-                and self.statistics():
-            raise RuntimeError(
-                "with batch_norm='sync' all replicas train together; "
-                f"received gradients of {sum(backward)} devices whose "
-                "passes were calls of the network itself. Call "
-                "replicas(shards) instead of net(x).")
-        if len(backward) == 1:
-            return
-        parameters = self.params()
-        columns = [self.following.standing(p) for p in parameters]
-        for p, arrays, differing in zip(parameters, columns, host_memory.
-                                        differing(self.backend, columns)):
-            if differing != []:
-                self._check_values(p, arrays)
-
-    def _check_memory(self) -> None:
-        def places(name: str, arrays: list[Any]) -> list[Any]:
-            return extents(self.backend, self.devices, name, arrays)
-        found = []
-        for p in self.all_parameters():
-            found += places(p.name, p.list_data())
-        check_apart(found)
-        # An array in another one's place may have no gradient: first those.
-        for p in self.all_parameters():
-            if p.grad_req != "null":
-                found += places(f"the gradient of {p.name}", p.list_grad())
-        check_apart(found)
 
     # -- running ------------------------------------------------------------
 
@@ -901,231 +653,31 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             return self.backend.scope(recording=False, training=False)
         return contextlib.nullcontext()
 
-    def _run_one(self, i: int, inputs: tuple[Any, ...]) -> Any:
-        self._check_usable()
+    def run_one(self, i: int, inputs: tuple[Any, ...]) -> Any:
+        """Run the network on device `i`: ``replicas[i](*inputs)``."""
+        self.check_valid()
         self._check_recording()
         with self._mode():
-            return self._run_here(i, inputs)
-
-    def _run_here(self, i: int, inputs: tuple[Any, ...]) -> Any:
-        inputs = inputs_for(inputs[0] if len(inputs) == 1 else inputs,
-                            self.network.inputs)
-        if self._syncs():
-            raise RuntimeError(
-                "with batch_norm='sync' all replicas train together; "
-                f"received inputs for replica {i} only. Call "
-                "replicas(shards) instead of replicas[i](x).")
-        self._check_native(i, inputs)
-        if is_empty(inputs):
-            self._check_empty(i, inputs)
-            raise ValueError(
-                f"a network runs on one row or more; replica {i} on "
-                f"{self.devices[i]} received none. Leave it out, or use "
-                "replicas(shards), which passes empty shards over.")
-        self._complete(inputs, self.devices[i])
-        with self._turn:
-            # Once for all of them: what runs already may not be waited for.
-            if not self._ran or i in self._ran \
-                    or self.following.written(self.params()):
-                self._make_equal()
-                if self.backend.is_recording():
-                    self.network.begin_lag(i)
-            self._ran.add(i)
-            self._begun.append(i)
-        with _explained([inputs]):
-            result = base.forward_call(self._replicas[i], inputs)()
-        with self._turn:
-            self._queued(i)
-            self.following.agreed(self.params(), [i])
-            if self.backend.is_recording():
-                # What has had its backward pass may be of an earlier batch.
-                self.recorded = [flag and not self._is_fresh(j)
-                                 for j, flag in enumerate(self.recorded)]
-                self.recorded[i], self.emptied = True, set()
-                if self._all_passed:
-                    self._catch_up()
-            if self.backend.is_recording() or i == 0:
-                self._passed(i)
-        return result
-
-    def _is_fresh(self, i: int) -> bool:
-        """Whether a backward pass has reached device `i` since the last
-        step."""
-        return any(map(self.backend.is_fresh, self._views[i].arrays()))
-
-    def _make_equal(self) -> None:
-        """Before a pass: all replicas as replica 0."""
-        self._ran = set()
-        self.network.follow()
-        self.following.follow(self.all_parameters())
-        if self.backend.is_recording():
-            self._carry()
-
-    def carry_over(self, parameters: list[Parameter]) -> None:
-        """The gradients of `parameters` hold the same sum on all devices, to
-        which the next backward pass adds: replica 0 alone is to keep it, or
-        it would be summed K times."""
-        self.carried, self._kept = parameters, {}
-
-    def kept_sums(self) -> dict[str, int | None]:
-        """With several processes: by name a checksum of each sum that the
-        passes of this step have added to, as it was before them. One process
-        keeps it for all, so all have left or changed it alike."""
-        if self.carried:        # no pass has run here
-            self._keep_sums()
-        return self._kept
-
-    def _keep_sums(self) -> None:
-        if self.span.wide:
-            self._kept = {p.name: self.checksum(p) for p in self.carried
-                          if p.grad_req == "add"}
-
-    def checksum(self, p: Parameter) -> int | None:
-        """Of the gradient on the first device; None without one."""
-        x = p.data()
-        return zlib.crc32(np.ascontiguousarray(self.backend.to_numpy(
-            self.backend.grad(x))).tobytes()) \
-            if self.backend.has_gradient(x) else None
-
-    def _carry(self) -> None:
-        """Before a pass: see `carry_over` and `shared_batch`."""
-        if self.shared_batch:
-            self.shared_batch = False
-            for p in self.params():
-                for x in p.list_data() if p.grad_req == "write" else ():
-                    self.backend.mark_used(x)
-        if not self.carried:
-            return
-        self._keep_sums()
-        carried, self.carried = self.carried, []
-        with self.backend.scope(recording=False):
-            for p in (p for p in carried if p.grad_req == "add"):
-                for x in p.list_data()[self.span.world.is_main:]:
-                    if self.backend.has_gradient(x):    # see `_empty`
-                        self.backend.grad(x)[...] = 0
-                        self.backend.settle(x)
-
-    def _queued(self, *devices: int) -> None:
-        for i in devices:
-            if i in self._begun:    # no step has come between
-                self._begun.remove(i)
-
-    def _passed(self, *devices: int) -> None:
-        """The pass of `devices` has been queued."""
-        training = self.backend.is_training()
-        if training and self.backend.is_recording():
-            self._undone = []
-            self._moved += [i for i in devices if i not in self._moved]
-            self._whole &= set(devices)
-        self.following.passed(self.buffers(), training)
-        if training and self._syncs():
-            self._share()
-
-    def _catch_up(self, last: bool = True) -> None:
-        """Devices without rows take the buffers of the first that ran. Only
-        now: MXNet moves statistics in the backward pass. It may be still to
-        come, if this is not the `last` time."""
-        moved = self._moved
-        if last:
-            self._moved, self._all_passed = [], False
-        idle = [i for i in range(len(self)) if i not in moved]
-        if moved and idle:
-            self._copy_from(moved[0], self.buffers(), idle)
-            self.network.catch_up(moved[0], idle)
-
-    def _catch_up_over(self, ranks: list[list[int]]) -> None:
-        """Devices without rows take the buffers of the first that ran, of
-        all processes."""
-        own = self.span.world.rank
-        if sum(map(len, ranks)) == self.span.total or not any(ranks):
-            return
-        root = next(rank for rank, moved in enumerate(ranks) if moved)
-        share_values([p.list_data() for p in self.buffers()], self.span, root,
-                     ranks[root][0] if root == own else 0,
-                     [i for i in range(len(self)) if i not in ranks[own]])
-        self.following.passed(self.buffers())
-
-    @property
-    def moved(self) -> list[int]:
-        """The devices whose buffers a recorded pass has moved since the last
-        step; whose joint statistics all passes have."""
-        return [i for i in self._moved if not self.joint or i in self._whole]
-
-    def _share(self) -> None:
-        """Joint statistics are the same on all devices, also on those that
-        had no rows: after a pass of either kind, which may have moved
-        them."""
-        missed = set(range(len(self))) - self._whole
-        if self.batch_norm == "sync" and missed and self._whole:
-            self._copy_from(min(self._whole), [
-                p for p in self.buffers()
-                if p.kind in STATISTICS or p.name.endswith(_COUNTER)],
-                sorted(missed))
-
-    def _copy_from(self, source: int, buffers: list[Parameter],
-                   devices: Sequence[int]) -> None:
-        with self.backend.scope(recording=False):
-            for arrays in [p.list_data() for p in buffers]:
-                for i in devices:
-                    arrays[i][...] = self.backend.put(arrays[source],
-                                                      arrays[i])
-        self.following.passed(self.buffers())
-
-    def pass_over(self) -> None:
-        """No device of this process has rows of a batch that others have.
-        RuntimeError where the shapes of the network are not known yet: no
-        rows tell them."""
-        if not self.complete:
-            raise RuntimeError(
-                "the first batch completes the shapes of the network on every "
-                f"rank; received none of its rows on {self.span.world!r}. "
-                "Pass sample= to mgpu.initialize, or begin with a batch that "
-                "has a row for every device.")
-        self._make_equal()
-        self._void_gradients()
-        self.recorded, self.emptied = [False] * len(self), set()
-        if self.joint:
-            self._whole = set()     # the statistics of others are newer
-            if any(self._begin_pass(False)):
-                self.span.world.sums.serve()
-
-    def independent(self) -> bool:
-        """Whether each replica may go through its forward and its backward
-        pass by itself. None waits for another's statistics; and where
-        another device refuses its rows, the next pass overwrites the
-        gradients that the others have written."""
-        return not self.joint and "add" not in self.grad_reqs().values()
-
-    @property
-    def joint(self) -> bool:
-        """Whether training passes share batch statistics over devices."""
-        return self.batch_norm == "sync" and self.span.total > 1
-
-    def _syncs(self) -> bool:
-        return self.joint and self.backend.is_training()
-
-    @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Passes in the block meet those of other processes: these hear of an
-        error in it."""
-        try:
-            yield
-        except BaseException as error:
-            if self.joint:
-                self.span.world.tell_once(error)
-            raise
-
-    def _begin_pass(self, rows: bool) -> list[bool]:
-        """All processes begin a pass together; which of them have rows."""
-        return self.span.world.sums.begin(
-            rows, self.backend.name,
-            partial(self.backend.synchronize, self.devices))
-
-    def end_pass(self) -> None:
-        """The backward passes of a batch have ended on this process."""
-        if self._served:
-            self._served = False
-            self.span.world.sums.end()
+            if self._syncs():
+                raise RuntimeError(
+                    "with batch_norm='sync' all replicas train together; "
+                    f"received inputs for replica {i} only. Call "
+                    "replicas(shards) instead of replicas[i](x).")
+            row = inputs_for(inputs[0] if len(inputs) == 1 else inputs,
+                             self.network.inputs)
+            self._check_native(i, row)
+            if is_empty(row):
+                self._check_empty(i, row)
+                raise ValueError(
+                    f"a network runs on one row or more; replica {i} on "
+                    f"{self.devices[i]} received none. Leave it out, or use "
+                    "replicas(shards), which passes empty shards over.")
+            self._complete(row, self.devices[i])
+            self._begin([i])
+            calls = {i: base.apart(row)}
+            with _Explained([row]):
+                return self.network.run(
+                    calls, self._joining(calls).batch())[i]
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         for x in (*inputs, *named.values()):
@@ -1133,157 +685,158 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                 return x.like(self(*map(shards_of, inputs), **{
                     name: shards_of(one) for name, one in named.items()}))
         if named:
-            for name, column in named.items():
-                self._check_column(column, f" as {name}")
-                given = leaves(column)
-                if given and not any(hasattr(x, "shape") for x in given):
-                    raise TypeError(
-                        "replicas take a list with an array for each device "
-                        f"under a name; received {name}={column!r}, which "
-                        "may be one option for all. Put it into each shard: "
-                        f"(shard, mgpu.Kwargs({name}=...)).")
-            inputs = *inputs, [
-                base.Kwargs(zip(named, row, strict=True))
-                for row in zip(*named.values(), strict=True)]
+            inputs = *inputs, self._by_device(named)
         with self.owned(), self._mode():
             if self._without_rows(inputs):
                 if self.backend.is_recording():
                     self.pass_over()
                 return NoRows([None] * len(self))
-            if not self._syncs():
-                return self._pass(inputs, lambda rows, active: self.network.
-                                  forward(self._replicas, _of(active, rows)))
-            with self.told():
-                return self._pass(inputs, self._run_synchronised)
+            outputs, _ = self._pass(inputs)
+            return [outputs.get(i) for i in range(len(self))]
 
-    def _without_rows(self, inputs: Sequence[Any]) -> bool:
-        """Whether other processes have the rows of this batch."""
-        return self.span.wide and not self._syncs() and bool(inputs) and all(
-            isinstance(column, (list, tuple)) and len(column) == len(self)
-            and all(is_empty(as_inputs(shard)) for shard in column)
-            for column in inputs)
+    def joined(self, shards: Sequence[Any], labels: Sequence[Any] = (),
+               batch_axis: int = 0) -> tuple[Any, list[int]]:
+        """``replicas(shards)``, joined on the first device: arrays with an
+        entry for each example, in the order of the devices; and the number
+        of examples on each device that has some. `labels`: those of each
+        device, which may tell that a list has an entry for each example.
+        `batch_axis`: where the inputs have the examples; the axis of the
+        outputs is found.
+
+        Raises
+        ------
+        ValueError
+            An output without an axis for the examples.
+        """
+        with self.owned(), self._mode():
+            outputs, joining = self._pass((shards,), labels, batch_axis)
+            found = list(outputs.values())
+            return (found[0] if len(found) == 1 and 0 in outputs
+                    else joining.output(found)), joining.sizes
+
+    def _by_device(self, named: Mapping[str, Any]) -> list[base.Kwargs]:
+        """Columns of shards by name as one column of `Kwargs`."""
+        for name, column in named.items():
+            self._check_column(column, f" as {name}")
+            given = leaves(column)
+            if given and not any(hasattr(x, "shape") for x in given):
+                raise TypeError(
+                    "replicas take a list with an array for each device "
+                    f"under a name; received {name}={column!r}, which "
+                    "may be one option for all. Put it into each shard: "
+                    f"(shard, mgpu.Kwargs({name}=...)).")
+        return [base.Kwargs(zip(named, row, strict=True))
+                for row in zip(*named.values(), strict=True)]
 
     def _pass(self, inputs: tuple[Sequence[Any], ...],
-              run: Callable[[list[tuple[Any, ...]], list[int]], list[Any]]
-              ) -> list[Any]:
-        rows, active = self._prepared(inputs)
-        with self._kept_checked(active), _explained(rows), probes.stage(
-                "compute", "forward", self.devices, lambda: results,
-                active):
-            results = run(rows, active)
-        self._note(active)
-        return results
+              labels: Sequence[Any] = (), batch_axis: int = 0
+              ) -> tuple[dict[int, Any], Joining]:
+        with self.told() if self._syncs() else contextlib.nullcontext():
+            return self._run(inputs, labels, batch_axis)
 
-    def compute_gradients(self, shards: Sequence[Any],
-                          head: Callable[[int, Any], Any]) -> None:
-        """``replicas(shards)``, then ``head(i, output)`` for each device with
-        rows, a native array, and its backward pass; inside `record`. No
-        device waits for another in between, if the engine can do that. Not
-        with ``batch_norm="sync"``."""
-        with self.owned(), self._mode():
-            rows, active = self._prepared((shards,))
-            with self.new_batch(), _explained(rows), \
-                    self._kept_checked(active):
-                self.network.forward_backward(
-                    self._replicas, _of(active, rows), head,
-                    lambda i: self._views[i].arrays())
-            self._note(active)
+    def _run(self, inputs: tuple[Sequence[Any], ...], labels: Sequence[Any],
+             batch_axis: int) -> tuple[dict[int, Any], Joining]:
+        rows = self._prepared(inputs)
+        calls = {i: base.apart(row) for i, row in rows.items()}
+        joining = self._joining(calls, labels, batch_axis)
+        run = partial(self.network.run, calls, joining.batch())
+        outputs: dict[int, Any] = {}
+        with _Explained(list(rows.values())), probes.stage(
+                "compute", "forward", self.devices,
+                lambda: [outputs.get(i) for i in range(len(self))],
+                list(rows)):
+            outputs = self._run_synchronised(list(calls), run) \
+                if self._syncs() else run()
+        return outputs, joining
 
-    @contextlib.contextmanager
-    def _kept_checked(self, active: list[int]) -> Iterator[None]:
-        """Passes of the devices `active` in the block keep nothing that they
-        must not. Where they do, that is the error, whatever else came of
-        it."""
-        try:
-            yield
-        except Exception:
-            self.network.check_kept()
-            raise
-        if len(active) > 1:
-            self.network.check_kept()
+    def _joining(self, calls: Mapping[int, Call],
+                 labels: Sequence[Any] = (), batch_axis: int = 0) -> Joining:
+        """How what the devices give is joined."""
+        split = self._split(batch_axis)
+        sizes = [
+            len(args[0]) if labels and args and isinstance(args[0], list)
+            and len(args[0]) in examples_of(labels[i], batch_axis)
+            else split.size(args, kwargs) or 1
+            for i, (args, kwargs) in calls.items()]
+        ends = list(accumulate(sizes))
+        last, call = list(calls.items())[-1]
 
-    @contextlib.contextmanager
-    def new_batch(self) -> Iterator[None]:
-        """The block holds the backward passes of a batch on all devices. What
-        their gradients hold belongs to an earlier one, and no step applies
-        it; nor what the block leaves after an error, which some devices may
-        not have met. With ``grad_req="add"`` batches belong together."""
-        self._void_gradients()
-        try:
-            yield
-        except BaseException:
-            self._void_gradients()
-            raise
-
-    def _void_gradients(self) -> None:
-        self.note_edits(False)
-        for p in self.params():
-            arrays, request = self.following.followed(p)
-            if request == "write":
-                for x in arrays:
-                    self.backend.mark_used(x)
-
-    #: the name in version 0.1
-    forward_backward = compute_gradients
-
-    def _note(self, active: list[int]) -> None:
-        self._queued(*active)
-        idle = [i for i in range(len(self)) if i not in active]
-        if idle:
-            self.network.catch_up(active[0], idle)
-            if not (self.backend.is_training()
-                    and self.backend.is_recording()):   # see `_catch_up`
-                self._copy_from(active[0], self.following.moved(
-                    self.buffers(), active[0]), idle)
-        if self.backend.is_recording():
-            self.recorded = [i in active for i in range(len(self.devices))]
-            self._empty()
-        self.following.agreed(self.params(), active)
-        self._passed(*active)
-        self._all_passed = bool(self._moved)
-
-    def _empty(self) -> None:
-        """Devices without rows hold no gradient of an earlier batch, to which
-        the user could add."""
-        self.emptied = {i for i, ran in enumerate(self.recorded)
-                        if not ran and not self._is_fresh(i)}
-        if self.emptied:
-            with self.backend.scope(recording=False):
-                for p in self.params():
-                    arrays = p.list_data()
-                    for i in self.emptied if p.grad_req == "write" else ():
-                        # None stays: torch's optimisers pass it over.
-                        if self.backend.has_gradient(arrays[i]):
-                            self.backend.grad(arrays[i])[...] = 0
+        def probe() -> tuple[Any, int]:
+            return self.network.probe(split.with_one_more(call, True),
+                                      last), sizes[-1] + 1
+        return split.joining(
+            list(zip([0, *ends], ends)),
+            self.backend.handle(self.devices[0]),
+            (self.backend.is_training(), self.backend.is_recording()), probe)
 
     def _prepared(self, inputs: tuple[Sequence[Any], ...]
-                  ) -> tuple[list[tuple[Any, ...]], list[int]]:
-        """Each device's inputs, checked, and the numbers of the devices that
-        have rows; the parameters have values then."""
+                  ) -> dict[int, tuple[Any, ...]]:
+        """The inputs of each device that has rows, checked; the parameters
+        have values then."""
         self._check_recording()
-        k = len(self.devices)
         for column in inputs:
             self._check_column(column)
         rows = [inputs_for(row[0] if len(row) == 1 else row,
                            self.network.inputs) for row in zip(*inputs)]
-        active = [i for i, row in enumerate(rows) if not is_empty(row)]
+        found = {i: row for i, row in enumerate(rows) if not is_empty(row)}
         for i, row in enumerate(rows):
-            if i not in active:
+            if i not in found:
                 self._check_empty(i, row)
-        if not active:
+        if not found:
             raise ValueError("at least one shard must hold rows; received "
-                             f"{k} empty ones. Leave an empty batch out.")
-        for i in active:
-            self._check_native(i, rows[i])
-        self._complete(rows[active[0]], self.devices[active[0]])
-        self._make_equal()
-        if self._all_passed:    # without a step: after the user's own writes
-            self._catch_up(last=self.backend.is_recording())
-        self.network.begin_lag(active[0] if len(active) < k else None)
-        if self._before == []:
-            self._before = self._statistics()
-        self._begun += active
-        return rows, active
+                             f"{len(self)} empty ones. Leave an empty batch "
+                             "out.")
+        for i, row in found.items():
+            self._check_native(i, row)
+        first = next(iter(found))
+        self._complete(found[first], self.devices[first])
+        self._begin(list(found))
+        return found
+
+    def _begin(self, active: Sequence[int]) -> None:
+        """A pass of these devices begins."""
+        if not self.backend.is_recording():
+            return
+        if self.backend.is_training():
+            self._trained += [i for i in active if i not in self._trained]
+        self._kept, carried = self.kept_sums(), self.carried
+        self.carried = []
+        if carried and not self.span.world.is_main:
+            with self.backend.scope(recording=False):
+                for p in carried:
+                    if p.grad_req == "add" \
+                            and self.backend.has_gradient(p.data()):
+                        self.backend.grad(p.data())[...] = 0
+
+    def kept_sums(self) -> dict[str, int]:
+        """With several processes: by name a checksum of each sum that the
+        passes of this step have added to, as it was before them."""
+        return {p.name: zlib.crc32(np.ascontiguousarray(self.backend.to_numpy(
+            self.backend.grad(p.data()))).tobytes()) for p in self.carried
+            if p.grad_req == "add"} if self.carried else self._kept
+
+    def _run_synchronised(self, active: list[int], run: Callable[[], Any]
+                          ) -> Any:
+        meeting, joint = Meeting(active), None
+        if self.span.wide:
+            self._served = not all(self._begin_pass(True))
+            joint = Joint(self.backend, self.span.world.sums)
+        rule = SyncBatchNorm(self.backend, meeting, joint)
+        with self.network.use_batch_norm(
+                rule, partial(meeting.run, self.backend)):
+            return run()
+
+    def compute_gradients(self, shards: Sequence[Any],
+                          head: Callable[[int, Any], Any]) -> None:
+        """``replicas(shards)``, then ``head(i, output)``, a native array, for
+        each device with rows, and one backward pass; inside `record`."""
+        outputs = self(shards)
+        self.backend.backward(self.backend.parallel([
+            partial(head, i, x) for i, x in enumerate(outputs)
+            if x is not None]))
+
+    #: the name in version 0.1
+    forward_backward = compute_gradients
 
     def _check_column(self, column: Any, place: str = "") -> None:
         k = len(self.devices)
@@ -1301,93 +854,102 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                 f"{place}. Use mgpu.split_batch, which always makes one per "
                 "device.")
 
-    def _run_synchronised(self, rows: list[tuple[Any, ...]],
-                          active: list[int]) -> list[Any]:
-        turns = self.network.turns()
-        meeting, joint = Meeting(active, turns), None
-        if self.span.wide:
-            self._served = not all(self._begin_pass(True))
-            joint = Joint(self.backend, self.span.world.sums)
-        rule = SyncBatchNorm(self.backend, meeting, joint)
-        with self.network.use_batch_norm(rule), turns:
-            return meeting.run(self.backend, [
-                base.forward_call(self._replicas[i], rows[i]) if i in active
-                else None for i in range(len(rows))])
+    # -- other processes ------------------------------------------------------
+
+    def _without_rows(self, inputs: Sequence[Any]) -> bool:
+        """Whether other processes have the rows of this batch."""
+        return self.span.wide and not self._syncs() and bool(inputs) and all(
+            isinstance(column, (list, tuple)) and len(column) == len(self)
+            and all(is_empty(as_inputs(shard)) for shard in column)
+            for column in inputs)
+
+    def pass_over(self) -> None:
+        """No device of this process has rows of a batch that others have.
+        RuntimeError where the shapes of the network are not known yet: no
+        rows tell them."""
+        if not self.complete:
+            raise RuntimeError(
+                "the first batch completes the shapes of the network on every "
+                f"rank; received none of its rows on {self.span.world!r}. "
+                "Pass sample= to mgpu.initialize, or begin with a batch that "
+                "has a row for every device.")
+        self._missed = True
+        for p in self.params():     # of an earlier batch
+            if p.grad_req == "write":
+                self.backend.mark_used(p.data())
+        if self.joint and any(self._begin_pass(False)):
+            self.span.world.sums.serve()
+
+    @property
+    def joint(self) -> bool:
+        """Whether training passes share batch statistics over devices."""
+        return self.batch_norm == "sync" and self.span.total > 1
+
+    def _syncs(self) -> bool:
+        return self.joint and self.backend.is_training()
+
+    @property
+    def moved(self) -> list[int]:
+        """The devices whose buffers are those of the passes since the last
+        step."""
+        return [] if self.joint and self._missed else self._trained
+
+    def told(self) -> AbstractContextManager[None]:
+        """Passes in the block meet those of other processes: these hear of an
+        error in it. Buffers are as before it then, as on those that the
+        error kept from their backward pass."""
+        return self._told() if self.joint else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        before = [(p, self.backend.to_numpy(p.data()))
+                  for p in (self.buffers() if self.span.wide
+                            and self.complete else ())]
+        try:
+            yield
+        except BaseException as error:
+            self.span.world.tell_once(error)
+            with self.backend.scope(recording=False):
+                for p, value in before:
+                    p.write(value)
+            raise
+
+    def _begin_pass(self, rows: bool) -> list[bool]:
+        """All processes begin a pass together; which of them have rows."""
+        return self.span.world.sums.begin(
+            rows, self.backend.name,
+            partial(self.backend.synchronize, self.devices))
+
+    def end_pass(self) -> None:
+        """The backward passes of a batch have ended on this process."""
+        if self._served:
+            self._served = False
+            self.span.world.sums.end()
 
     def after_step(self) -> None:
-        """What `Trainer` calls when a step is done: devices without rows
+        """What `Trainer` calls when a step is done: ranks without examples
         take the buffers of the first that had some, then ``"average"``
         replaces the statistics by their means over devices."""
-        if self._undone:
-            self._undo(self._undone)
-        self._ran, self.emptied = set(), set()
-        self._before, self._undone = None, []
-        self._settle_buffers()
-        self.following.settle(self.all_parameters())
-
-    def after_part(self) -> None:
-        """What `Trainer` calls when the gradients of a part of a batch are
-        summed: buffers are as after a step."""
-        self._ran, self.emptied = set(), set()
-        self._settle_buffers()
-        self.following.settle(self.buffers())
-
-    def give_up(self) -> None:
-        """If passes wait for their step, it will not come: buffers are as
-        after it, the same on the devices that promise it."""
-        if self.complete and (self._moved or self._begun):
-            with self.backend.scope(recording=False):
-                self.backend.uninterrupted(self._settle_buffers)
-
-    def _columns(self) -> list[list[Any]]:
-        """The running statistics and their counters, for each dtype and
-        device."""
-        found: dict[str, list[list[Any]]] = {}
-        for p in self.all_parameters():
-            if p.kind in STATISTICS or p.name.endswith(_COUNTER):
-                found.setdefault(p.dtype, []).append(p.list_data())
-        return [list(column) for arrays in found.values()
-                for column in zip(*arrays)]
-
-    def _statistics(self) -> list[Any]:
-        """A copy of `_columns`, each in one array: few operations."""
-        with self.backend.scope(recording=False):
-            return [self.backend.ops.concat(
-                [x if x.shape else x.reshape(1) for x in column])
-                for column in self._columns()]
-
-    def _undo(self, before: list[Any]) -> None:
-        """Exchange the running statistics and those in `before`."""
-        self._undone = self._statistics()
-        with self.backend.scope(recording=False):
-            for column, values in zip(self._columns(), before):
-                end = 0
-                for x in column:
-                    begin, end = end, end + prod(x.shape)
-                    x[...] = values[begin:end].reshape(x.shape)
-        self.following.settle(self.buffers())
-
-    def _settle_buffers(self) -> None:
-        failed, self._begun = self._begun, []
-        first = [*self._moved, *failed][:1]
-        self._catch_up()
         ranks, self.moved_by_rank = self.moved_by_rank, None
-        if ranks is not None:
-            self._catch_up_over(ranks)
-        self._share()
-        self._whole = set(range(len(self)))
-        if self.batch_norm != "per_device" and failed:
-            # A pass that failed has gone on on some devices.
-            kinds = STATISTICS if self.batch_norm == "sync" else ()
-            self._copy_from(first[0], [
-                p for p in self.buffers()
-                if p.kind in kinds or p.name.endswith(_COUNTER)],
-                range(len(self)))
-        if self.batch_norm == "average":
+        self._trained, self._missed, self._kept = [], False, {}
+        columns = {p: p.list_data() for p in self.buffers()} \
+            if ranks is not None or self.batch_norm == "average" else {}
+        if ranks is not None and any(ranks) \
+                and sum(map(len, ranks)) < self.span.total:
+            own = self.span.world.rank
+            root = next(rank for rank, moved in enumerate(ranks) if moved)
+            share_values(list(columns.values()), self.span, root,
+                         ranks[root][0] if root == own else 0,
+                         [i for i in range(len(self)) if i not in ranks[own]])
+            for p in columns if not ranks[own] else ():
+                self.network.written(p.number)
+        if self.batch_norm == "average" and self.span.total > 1:
             allreduce_many(
-                [p.list_data() for p in self.statistics()], op="mean",
+                [columns[p] for p in self.statistics()], op="mean",
                 algorithm="auto" if ranks is None else over_processes(
                     strategy_of("auto"), self.span))
+            for p in self.statistics():
+                self.network.written(p.number)
 
 
 def replicas_of(parameters: Any) -> tuple[Replicas, frozenset[str] | None]:
@@ -1436,10 +998,8 @@ def replicas_of(parameters: Any) -> tuple[Replicas, frozenset[str] | None]:
         raise ValueError("a Trainer trains one parameter or more; received "
                          "none. Pass replicas, or check the pattern that "
                          "selects the parameters.")
-    for reference in list(_returned.values()):
-        replicas = reference()
-        if replicas is None:
-            continue
+    for net in list(_initialized):
+        replicas = vars(net)[_OWNED].replicas
         native = iter(replicas.network.names_of(
             [x for x in every if not isinstance(x, Parameter)]))
         names = [(x.name if x.replicas is replicas else None)
@@ -1502,18 +1062,19 @@ def _under_one_name(values: dict[str, np.ndarray],
     return wrong
 
 
-def _of(active: list[int], rows: Sequence[Any]) -> list[Any]:
-    return [row if i in active else None for i, row in enumerate(rows)]
+class _Explained:
+    """A block that calls a network with `rows`, the inputs of devices."""
 
+    def __init__(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        self._rows = rows
 
-@contextlib.contextmanager
-def _explained(rows: Sequence[tuple[Any, ...]]) -> Iterator[None]:
-    try:
-        yield
-    except TypeError as error:
-        messages.explain_inputs(error, max(map(len, rows)), any(
-            isinstance(row[-1], base.Kwargs) for row in rows if row))
-        raise
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if isinstance(error, TypeError):
+            messages.explain_inputs(error, max(map(len, self._rows)), any(
+                isinstance(row[-1], base.Kwargs) for row in self._rows if row))
 
 
 def _options(network: base.Network, batch_norm: str, dtype: str | None,
@@ -1542,34 +1103,6 @@ def _options(network: base.Network, batch_norm: str, dtype: str | None,
                 "dtype='float32', or autocast=None.")
     return base.Options(bool(hybridize), bool(channels_last), autocast,
                         several and batch_norm == "sync")
-
-
-def _sharing(network: base.Network) -> dict[Any, list[str]]:
-    """The other initialized networks that have parameters of `network`."""
-    return {other: shared for other in list(_initialized)
-            if other is not network.net
-            and (shared := network.shares(other))}
-
-
-def _check_alone(network: base.Network, give_up: bool) -> list[Any]:
-    """Refuse a part of a network that is on devices already: it would get
-    copies of its own there, and the gradients of both would part. With
-    `give_up`: those networks, whose replicas are to become void."""
-    if not _sharing(network):
-        return []
-    gc.collect()            # a network that nobody has may be in a cycle
-    found = _sharing(network)
-    for other, shared in found.items() if not give_up else ():
-        raise ValueError(
-            "a parameter belongs to one network that is initialized; "
-            f"received {', '.join(map(repr, shared))}, which "
-            f"{type(other).__name__} on {_initialized[other]} has too. Pass "
-            "force_reinit=True if that one has done its work (its replicas "
-            "are void then), and init='keep' with it to keep the values; or "
-            "give the new one copy.deepcopy of the layers. To train both, "
-            "initialize the network that holds them, once, and freeze what "
-            "a step is not to move (Parameter.grad_req = 'null').")
-    return list(found)
 
 
 def _collect(size: int) -> None:
@@ -1642,10 +1175,9 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
         from NumPy take the dtype of the network. Without it the shapes are
         completed once, at the first forward pass.
     force_reinit : bool
-        Take a network that has been through `initialize`, or one that has
-        parameters of such a network, and draw it again, running statistics
-        included; with ``init="keep"``: the same values. Replicas from the
-        earlier call are void.
+        Draw everything again, running statistics included; with
+        ``init="keep"``: the same values. (A second `initialize` of a network
+        makes the replicas of the first one void.)
     dtype : str, optional
         Cast the network, for example to ``"float64"``.
     batch_norm : {"per_device", "average", "sync"}
@@ -1676,8 +1208,8 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
     TypeError
         Not a network of the current backend.
     RuntimeError
-        The network was initialised before and `force_reinit` is False, or
-        "keep" and it has no values; or `hybridize` without a compiler.
+        "keep" and the network has no values; or `hybridize` without a
+        compiler.
     ValueError
         A wrong option or device, or an option that the engine cannot give
         this network; a `seed` where nothing is drawn. Nothing has changed
@@ -1697,12 +1229,6 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
     rule = initializers.create(
         initializers.Uniform(0.07) if init is None or keep else init)
     everything = not keep and (init is not None or force_reinit)
-    if net in _initialized and not force_reinit:
-        raise RuntimeError(
-            f"the network is initialized already, on {_initialized[net]}; "
-            "pass force_reinit=True to draw it again, and init='keep' with "
-            "it to keep its values.")
-    earlier = _check_alone(network, force_reinit)
     missing = network.missing()
     if keep and missing:
         raise RuntimeError(
@@ -1792,10 +1318,7 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
         if dtype is not None and len(before) == 1:
             network.cast(*before)
         raise
-    for other in earlier:
-        _initialized.pop(other, None)
-        _returned.pop(other, None)
     _initialized[net] = devices
-    _returned[net] = weakref.ref(replicas)
+    vars(net)[_OWNED] = _Owned(replicas)
     backend.number_devices(span.first)
     return replicas

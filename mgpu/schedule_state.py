@@ -35,8 +35,6 @@ class ScheduleState:
         self._start: dict[str, Any] = {}    # its attributes when first met
         self._moved: set[str] = set()       # those that calls change
         self._keeps = False
-        #: what the last call has changed, as it was before
-        self._undo: tuple[dict[str, Any], Collection[str]] = {}, ()
 
     def meet(self, schedule: Any) -> None:
         """Remember it as it is, if it is another one than before."""
@@ -47,33 +45,39 @@ class ScheduleState:
     def ask(self, schedule: Schedule, number: int) -> float:
         """``schedule(number)``; outside of `moving` it is left as it was."""
         self.meet(schedule)
+        if self._keeps:
+            return schedule(number)
         before = self._read()
         try:
             return schedule(number)
         finally:
-            after = self._read()
-            moved = {key for key in before.keys() | after.keys()
-                     if key not in before or key not in after
-                     or not _same(before[key], after[key])}
-            undo = {key: before[key] for key in moved if key in before}
-            if self._keeps:
-                self._moved |= moved
-                self._undo = undo, moved
-            else:
-                self._put(undo, moved)
+            self._put(before, self._changed(before))
+
+    def moving(self, schedule: Any) -> contextlib.AbstractContextManager[None]:
+        """Inside the block an update asks `schedule`: what the calls change
+        stays, unless the block fails."""
+        self.meet(schedule)
+        return contextlib.nullcontext() if schedule is None \
+            else self._moving()
 
     @contextlib.contextmanager
-    def moving(self) -> Iterator[None]:
-        """Inside the block an update asks: what the call changes stays,
-        unless the block fails."""
-        self._keeps, self._undo = True, ({}, ())
+    def _moving(self) -> Iterator[None]:
+        before, self._keeps = self._read(), True
         try:
             yield
         except BaseException:
-            self._put(*self._undo)
+            self._put(before, self._changed(before))
             raise
         finally:
             self._keeps = False
+        self._moved |= self._changed(before)
+
+    def _changed(self, before: Mapping[str, Any]) -> set[str]:
+        """The keys of what is not as it was `before`."""
+        after = self._read()
+        return {key for key in before.keys() | after.keys()
+                if key not in before or key not in after
+                or not _same(before[key], after[key])}
 
     def export(self, schedule: Any) -> dict[str, Any] | None:
         """Its state as JSON has it, for `restore`; None without one."""

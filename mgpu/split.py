@@ -1,17 +1,21 @@
 """Cutting a batch into shards, one per device."""
+import copy
 import sys
-from collections.abc import Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mgpu import distributed, probes
+from mgpu import distributed, nested, probes
 from mgpu.arguments import integer, is_integer, one_given
 from mgpu.backends import get_backend, messages
 from mgpu.device import Device, as_devices
-from mgpu.nested import (is_listed, is_whole, leaves, lists_in, row_counts,
-                         rows_inside, rows_of, shapes_of, split_leaves)
+from mgpu.nested import (axis_in, is_listed, is_whole, leaves, lists_in,
+                         row_counts, rows_inside, rows_of, shapes_of,
+                         split_leaves)
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -50,8 +54,8 @@ def shard_bounds(n: int, k: int, weights: Sequence[float] | None = None
         order = sorted(range(k), key=lambda i: (sizes[i] - exact[i], i))
         for i in order[:n - sum(sizes)]:
             sizes[i] += 1
-    ends = [sum(sizes[:i + 1]) for i in range(k)]
-    return [(end - size, end) for end, size in zip(ends, sizes)]
+    ends = list(accumulate(sizes))
+    return list(zip([0, *ends], ends))
 
 
 def _shares(weights: Sequence[float], k: int) -> "list[Fraction]":
@@ -174,12 +178,21 @@ def split_and_load(data: Any, devices: Any = None, batch_axis: int = 0,
         that holds arrays of as many rows.
     """
     devices = as_devices(one_given(devices=devices, ctx_list=ctx_list))
-    k, backend = len(devices), get_backend()
     _check_dense(data)
     if not row_counts(data):
         raise TypeError("data must hold an array to split; received "
                         f"{type(data).__name__}. Pass a native or NumPy "
                         "array, or a list of numbers.")
+    return _split_and_load(data, devices, batch_axis, lambda _: batch_axis,
+                           even_split, weights)
+
+
+def _split_and_load(data: Any, devices: Sequence[Device], batch_axis: int,
+                    axis_of: Callable[[tuple[int, ...]], int],
+                    even_split: bool, weights: Sequence[float] | None
+                    ) -> list[Any]:
+    """`split_and_load`, of an array of some shape along ``axis_of(shape)``."""
+    k, backend = len(devices), get_backend()
 
     def check_even(size: int, shape: tuple[int, ...]) -> None:
         if even_split and weights is None:
@@ -195,13 +208,15 @@ def split_and_load(data: Any, devices: Any = None, batch_axis: int = 0,
             messages.refuse_foreign(x, backend.name)
             x = np.asarray(x)
         shape = tuple(x.shape)
-        size = _size_along(batch_axis, shape)
+        axis = axis_of(shape)
+        size = _size_along(axis, shape)
         check_even(size, shape)
         cut = backend.ops.slice_axis if backend.is_native(x) else _slice
 
         def place(begin: int, end: int, device: Device) -> Any:
             with probes.mark(device):
-                return backend.put(cut(x, batch_axis, begin, end), device)
+                return backend.put(cut(x, axis, begin, end)
+                                   if end - begin < size else x, device)
         return [place(begin, end, device) for (begin, end), device
                 in zip(shard_bounds(size, k, weights), devices,
                        strict=True)]
@@ -283,25 +298,82 @@ def _check_entries(y: Any, n: Sequence[int]) -> None:
         "the arrays in each y[i:j] put on that device.")
 
 
-def cut_rows(data: Any, bounds: Sequence[tuple[int, int]], batch: Any = None
-             ) -> list[Any]:
-    """`data` in parts along the first axis, where it is: lists without arrays
+def cut_rows(data: Any, bounds: Sequence[tuple[int, int]], batch: Any = None,
+             batch_axis: int = 0) -> list[Any]:
+    """`data` in parts along `batch_axis`, where it is: lists without arrays
     too. Raises as `split_and_load` for what may be of the rows of `batch`
     (default: `data`), and would go into each part."""
     def cut(x: Any) -> list[Any]:
+        return [_slice(x, axis_in(x.shape, batch_axis), begin, end)
+                for begin, end in bounds]
+
+    def entries(x: list[Any]) -> list[Any]:
         return [x[begin:end] for begin, end in bounds]
-    return split_leaves(cut, data, len(bounds), cut, partial(
-        _check_whole, data if batch is None else batch, 0))
+    return split_leaves(cut, data, len(bounds), entries, partial(
+        _check_whole, data if batch is None else batch, batch_axis))
 
 
-def _slice(x: np.ndarray, axis: int, begin: int, end: int) -> np.ndarray:
-    return x[(slice(None),) * (axis % x.ndim) + (slice(begin, end),)]
+def _to(device: Device, x: Any) -> Any:
+    backend = get_backend()
+    return backend.put(x, device) if backend.is_native(x) else x
+
+
+def join_shards(shards: Sequence[Any], sizes: Sequence[int], device: Device,
+                batch_axis: int = 0) -> Any:
+    """The parts of a batch, of so many examples each, as one on `device`:
+    arrays along `batch_axis`, and lists with an entry for each example end to
+    end. Other values are those of the first part."""
+    backend, first = get_backend(), shards[0]
+    axis = axis_in(getattr(first, "shape", ()), batch_axis)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(shards, axis) if first.shape else first
+    if backend.is_native(first):
+        parts = [backend.put(x, device) if i else x
+                 for i, x in enumerate(shards)]
+        return backend.ops.concat(parts, axis) if first.shape and parts[1:] \
+            else first
+    if isinstance(first, Mapping):
+        made = copy.copy(first) if isinstance(first, (dict, UserDict)) \
+            else dict(first)
+        for key in first:
+            made[key] = join_shards([x[key] for x in shards], sizes, device,
+                                    batch_axis)
+        return made
+    if isinstance(first, list) and [len(x) for x in shards] == list(sizes) \
+            and (is_listed(first) or any(
+                set(row_counts(x, batch_axis)) != {n}
+                for x, n in zip(shards, sizes))):
+        return [nested.map_leaves(partial(_to, device), one)
+                for x in shards for one in x]
+    if isinstance(first, (list, tuple)) and leaves(first):
+        columns = [join_shards(column, sizes, device, batch_axis)
+                   for column in zip(*shards, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") \
+            else type(first)(columns)
+    return first
+
+
+def _slice(x: Any, axis: int, begin: int, end: int) -> Any:
+    return x[(slice(None),) * (axis % len(x.shape)) + (slice(begin, end),)]
 
 
 def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
-                weights: Sequence[float] | None = None
+                weights: Sequence[float] | None = None, batch_axis: int = 0
                 ) -> tuple[list[Any], list[Any]]:
     """Split features and labels; uneven by default. The book's function.
+
+    Parameters
+    ----------
+    X, y : arrays (native or NumPy, or nested)
+    devices : sequence of devices
+    even_split, weights
+        As in `split_and_load`.
+    batch_axis : int
+        The axis of the examples in each array of `X` and of `y`, 0 or more:
+        1 for (time, batch, features) and labels (time, batch). Arrays with
+        fewer axes are split along their last one, as labels (batch,) are.
+        A shape does not tell its layout: with the default, an array (time,
+        batch) is split along the time.
 
     Returns
     -------
@@ -323,8 +395,25 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
     whole = is_whole(X, y)
     if whole:
         y = X
+    devices = as_devices(devices)
     _check_dense((X, y))
-    n, m = (sorted(set(row_counts(data))) for data in (X, y))
+    batch_axis = integer("batch_axis", batch_axis, 0)
+
+    def load(data: Any) -> list[Any]:
+        return _split_and_load(data, devices, batch_axis, partial(
+            axis_in, batch_axis=batch_axis), even_split, weights)
+    n, m = (sorted(set(row_counts(data, batch_axis))) for data in (X, y))
+    if n != m and len(n) == 1 and isinstance(y, list) and n == [len(y)]:
+        shards = load(X)
+        bounds = shard_bounds(len(y), len(shards), weights)
+        return shards, [[nested.map_leaves(partial(_to, device), one)
+                         for one in y[begin:end]] for device, (begin, end)
+                        in zip(devices, bounds, strict=True)]
+    if X is not None and y is None and not whole and (m != n or not n):
+        raise TypeError(
+            "without labels a batch is a dict of arrays; received "
+            f"{type(X).__name__}. Pass a dict, such as "
+            "dataclasses.asdict(batch) or batch._asdict().")
     if n != m or len(n) > 1:
         if m:
             _check_entries(y, n)
@@ -337,12 +426,12 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
             f"{' or '.join(map(str, m)) or 'none'}. {cure}")
     if n == [0] and distributed.current().size > 1:
         # Other processes have the rows of this batch.
-        k = len(as_devices(devices))
-        return [None] * k, [None] * k
+        return [None] * len(devices), [None] * len(devices)
     if n in ([], [0]):
         raise ValueError("a batch needs at least one row; received an empty "
                          "one. Leave it out.")
-    check_lists(X, y, n[0])
-    shards = split_and_load(X, devices, 0, even_split, weights)
-    return shards, shards if whole else split_and_load(
-        y, devices, 0, even_split, weights)
+    if isinstance(X, (list, tuple, Mapping)) \
+            or isinstance(y, (list, tuple, Mapping)):
+        check_lists(X, y, n[0])
+    shards = load(X)
+    return shards, shards if whole else load(y)

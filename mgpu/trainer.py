@@ -1,12 +1,12 @@
-"""One optimiser step on all devices."""
+"""One optimizer step, of a network on several devices."""
 import contextlib
 import json
 import math
 import operator
 import os
 import zlib
-from collections.abc import (Callable, Collection, Iterator, Mapping,
-                             Sequence)
+from collections.abc import (Callable, Collection, Iterable, Iterator,
+                             Mapping, Sequence)
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,15 +15,15 @@ import numpy as np
 from mgpu import (backends, datasets, environment, host_memory, optimizers,
                   probes, trainer_states)
 from mgpu.arguments import Hints, by_name, is_integer, is_number, one_of
-from mgpu.backends import using_backend
-from mgpu.backends.base import GivenGroup
-from mgpu.collectives import AllReduce, allreduce_many, broadcast
+from mgpu.backends import in_use
+from mgpu.backends.base import Memory, OptimizerObject
+from mgpu.collectives import AllReduce, allreduce_many
 from mgpu.collectives.strategies import strategy_of
 from mgpu.compat.gluon import (GluonTrainerNames, check_store, global_norm,
                                replaces_base_lr, without_no_rule)
 from mgpu.compat.pytorch import TorchTrainerNames
 from mgpu.device import as_device
-from mgpu.distributed.strategy import over_processes
+from mgpu.distributed.strategy import over_processes, share_values
 from mgpu.errors import (DeviceError, NonFiniteGradient,
                          StaleGradientError)
 from mgpu.files import FilePath
@@ -39,11 +39,12 @@ __all__ = ["StaleGradientError", "Trainer", "TrainerStates",
 
 
 class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
-    """Sums gradients over devices and updates every replica alike.
+    """Updates a network on several devices.
 
     Gluon's `Trainer` with one meaning for any number of devices: gradients
-    are summed, divided once by the number of rows, and each device updates
-    its own full copy, so all copies keep the same bits.
+    are sums over all devices (and processes), divided once by the number of
+    rows. There is one state for each parameter, and one update, of the
+    network itself; the other devices follow in the next pass.
 
     Parameters
     ----------
@@ -55,10 +56,14 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
     optimizer : str, mgpu.optimizers.Optimizer or the framework's own object
         sgd, nag, adam, adamw, adamax, nadam, rmsprop, adagrad, adadelta,
         ftrl, signum, lamb, lars, ftml, dcasgd, sgld, groupadagrad. An object
-        of MXNet's (`mx.optimizer.SGD(...)`) is read before each update, on
-        both engines, and so is a new `torch.optim` object of the network's
-        parameters: what programs and torch's schedules change in its groups
-        counts, and what is in no group is not moved.
+        of any class of `torch.optim` or `mx.optimizer`, or of a class derived
+        from one, updates the network itself: its ``step()`` runs, with its
+        own groups, schedules, hooks and memory. What is in none of a torch
+        object's groups is not moved. Parameters in them that are not the
+        network's, such as those of a loss, are updated too. Their gradients
+        are divided as the others are, and cleared. An object of MXNet's
+        updates a network of either engine (torch's arrays are copied to
+        MXNet and back).
     optimizer_params : dict, optional
         Options of the optimiser under Gluon's names (``learning_rate``,
         ``wd``, ``momentum``, ``clip_gradient``, ...), under torch's with
@@ -88,18 +93,18 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         result unless something overflows or vanishes. "dynamic" is the rule
         of ``torch.amp.GradScaler`` with its defaults, on both engines: 2**16
         at first; an update whose summed gradients are not all finite is
-        skipped on all devices and halves the scale; 2000 updates in a row
+        skipped and halves the scale; 2000 updates in a row
         double it. Each update then waits for the gradients.
     nonfinite : {"raise", "skip", "ignore"}, optional
         What `update` does where a summed gradient has a NaN or an infinite
-        element; the same on all devices and in all processes. "raise":
+        element; the same in all processes. "raise":
         `mgpu.errors.NonFiniteGradient`; "skip": nothing, and counts it in
         `skipped_steps`; "ignore": applies it, and does not look. Looking
         waits for the gradients. Default: "skip" with a dynamic scale, which
         takes no other, else "ignore".
     allreduce : str or mgpu.collectives.AllReduce
-        How gradients are summed over the devices: the ``algorithm=`` of
-        `mgpu.allreduce`. "auto" is the fastest for the devices at hand.
+        With several processes, how gradients are summed over them: the
+        ``algorithm=`` of `mgpu.allreduce`.
     kvstore, update_on_kvstore
         Gluon's; they change nothing. (With None a Gluon trainer of several
         devices sums no gradients, so that these part; here it does.)
@@ -149,13 +154,12 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         self._own: frozenset[str] | None
         replicas, self._own = replicas_of(replicas)
         replicas.check_valid()
-        if replicas.complete:
-            replicas.network.follow()       # refuses other layers
         options = dict(by_name("optimizer_params", optimizer_params))
-        given = None
+        self._object = None
         if not isinstance(optimizer, (str, optimizers.Optimizer)):
             known = backends.given(optimizer)
-            given = known and known.optimizer(optimizer, replicas.network)
+            self._object = known and known.optimizer(
+                optimizer, replicas.network)
         scheduler = options.pop("lr_scheduler", None)
         if scheduler is not None and lr_scheduler is not None:
             raise ValueError("expected one lr_scheduler; received one as an "
@@ -165,27 +169,16 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         if scheduler is not None:
             known = backends.given(scheduler)
             scheduler = known and known.schedule(scheduler) or scheduler
-        if given and scheduler is not None and not given.takes_schedule:
-            raise ValueError(
-                "the groups of this optimiser object have its rates; received"
-                f" lr_scheduler={scheduler!r} too. Use a schedule of its own "
-                "framework, and call its step().")
         #: Gluon's rescale_grad
         self._rescale = 1.0
-        if isinstance(optimizer, optimizers.Optimizer) or given:
-            if given and given.schedule is not None:
-                if scheduler is not None:
-                    raise ValueError(
-                        "expected one lr_scheduler; received one as an "
-                        "argument and one in the optimiser object. Give one "
-                        "of them.")
-                scheduler = given.schedule
-            if given:
-                self._rescale = given.scale
+        if self._object is not None or isinstance(optimizer,
+                                                  optimizers.Optimizer):
             if options:
                 raise ValueError(
                     "optimizer_params go with an optimiser's name; received "
                     f"{sorted(options)} with an Optimizer object.")
+            if self._object is not None:
+                self._take_object(self._object, scheduler)
             rate_given = True
         else:
             if semantics == "gluon":
@@ -197,20 +190,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                                           **options)
             if semantics == "gluon":
                 rate_given = replaces_base_lr(optimizer.family, rate_given)
-        #: an optimiser object of the framework's own, its rules by group, and
-        #: the rule of each parameter whose group is not the first
-        self._given = given
-        self._rules: list[optimizers.Optimizer] = []
-        self._rule_of: dict[str, optimizers.Optimizer] = {}
-        self._seen: list[dict[str, Any]] = []   # of the rules, as last read
-        self.replicas, passed = replicas, self._own
-        if given:
-            optimizer = self._read_given()
-            if passed is not None and self._own != passed:
-                raise ValueError(
-                    "a Trainer moves what is in the groups of its optimiser "
-                    f"object; received {len(passed)} parameters besides, "
-                    "which are not those. Pass the replicas.")
+        self.replicas = replicas
         names = {p.name for p in replicas.params()}
         lr_mult, wd_mult = (
             {_own_name(name, names, names - set(factors or ())): factor
@@ -242,41 +222,34 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         self._strategy = over_processes(strategy_of(allreduce, "allreduce"),
                                         replicas.span)
         self.optimizer = optimizer
+        self.semantics = (self._object or optimizer).semantics
         self.lr_mult, self.wd_mult = lr_mult, wd_mult
-        self.lr_scheduler = scheduler
-        if scheduler is not None and hasattr(scheduler, "base_lr"):
+        self._lr_scheduler = scheduler
+        if self._object is None and hasattr(scheduler, "base_lr"):
             # Gluon: a rate that was given replaces the schedule's own, and
-            # so does the default rate of some optimisers. (An object of
-            # Gluon's has done that itself.)
-            if given and scheduler is given.schedule:
-                pass
-            elif rate_given:
+            # so does the default rate of some optimisers.
+            if rate_given:
                 scheduler.base_lr = optimizer.learning_rate
             else:
                 optimizer.learning_rate = scheduler.base_lr
         self._schedule = ScheduleState(replicas.backend)
-        self._schedule.meet(scheduler)
+        self._schedule.meet(self.lr_scheduler)
         #: updates so far (see `_next_update`), and by parameter (a skipped
         #: one is not counted)
         self.num_update = 0
         self._counts: dict[str, int] = {}
-        self._states: list[DeviceState] = [{} for _ in replicas.devices]
+        self._states: DeviceState = {}
         #: in which nadam takes the parameters, by name; empty: `gluon_order`
         #: of an ordinary trainer
         self.update_order: Sequence[str] = ()
-        #: of each rule, checked
-        self._options: list[dict[str, Any]] = []
+        #: of the rule, checked
+        self._options: dict[str, Any] = {}
         #: whose gradients are summed and wait for `update`
         self._summed: list[Parameter] | None = None
-        #: `_own` when they were summed
-        self._own_summed: frozenset[str] | None = self._own
-        #: those that it has passed over, whose gradients were zeros then
-        self._blank: set[Parameter] = set()
         #: whether this process has a part in them, and has had a pass
         self._had_part = self._had_pass = False
         #: of the step under way: what all processes give alike
         self._compared: dict[str, Any] = {}
-        self._torn = False          # by an update that has failed midway
         self._number = replicas.span.world.number()
         self._agree()
 
@@ -288,10 +261,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             return
         world.check_dtypes({p.name: p.dtype for p in self.replicas.params()})
         world.agree("mgpu.Trainer", {
-            "optimizer": repr(self.optimizer),
-            "groups": [*map(repr, self._rules[1:])],
-            "parameters": sorted(self._own or ()),
-            "semantics": self.optimizer.semantics,
+            **self._rule_facts(), "parameters": sorted(self._own or ()),
+            "semantics": self.semantics,
             "schedule": None if self.lr_scheduler is None
             else type(self.lr_scheduler).__name__,
             "lr_mult": self.lr_mult, "wd_mult": self.wd_mult,
@@ -301,10 +272,26 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             "allreduce": repr(self._strategy),
             "grad_req": self.replicas.grad_reqs()},
             "Give every rank the same arguments.")
+        if self._object is not None:
+            share_values([[x] for x in self._object.others()],
+                         self.replicas.span)
+
+    def _rule_facts(self) -> dict[str, Any]:
+        """What all processes have alike, by what it is called."""
+        if self._object is None:
+            return {"options of the optimiser": {
+                "class": type(self.optimizer).__name__, **{
+                    name: repr(x) for name, x
+                    in vars(self.optimizer).items()}}}
+        return {f"options of group {i} of the optimiser": {
+            "names": sorted(names or ()), "formula": family or type(
+                self.optimizer).__qualname__,
+            **{name: repr(x) for name, x in options.items()}}
+            for i, (names, family, options)
+            in enumerate(self._object.groups())}
 
     def __repr__(self) -> str:
-        rules = [self.optimizer, *self._rules[1:]]
-        return f"Trainer({', '.join(map(repr, rules))}, {self.replicas!r})"
+        return f"Trainer({self.optimizer!r}, {self.replicas!r})"
 
     if not TYPE_CHECKING:
         def __setattr__(self, name, value):
@@ -326,55 +313,68 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         """Whether summed gradients wait for `update`."""
         return self._summed is not None
 
-    # -- an optimiser object of the framework's own --------------------------
+    # -- an optimizer object of a framework ---------------------------------
 
-    def _read_given(self) -> optimizers.Optimizer:
-        """Give the rules the options that the user's object has now; returns
-        that of its first group, which is the trainer's `optimizer`. Raises
-        as `optimizers.create`, and nothing has changed then."""
-        assert self._given is not None
-        rules, groups = self._rules, self._given.read()
-        new = self._rules_of(groups)
-        if self._seen and (self.optimizer is not rules[0]
-                           or [*map(vars, rules)] != self._seen):
-            raise ValueError(
-                "the options of a trainer with an optimiser object are that "
-                f"object's; received others in trainer.optimizer, "
-                f"{self.optimizer!r}. Change the object.")
-        for rule, now in zip(rules, new):
-            if type(rule) is not type(now):
+    def _take_object(self, own: OptimizerObject, schedule: Any) -> None:
+        """Raises ValueError for a schedule or parameters that are not those
+        of the object."""
+        if schedule is not None:
+            if not own.takes_schedule:
                 raise ValueError(
-                    "an optimiser object keeps its formula; received options "
-                    f"of {type(now).__name__} (decoupled_weight_decay) in one"
-                    f" that was read as {type(rule).__name__}. Put them back,"
-                    " or make a new object and a new Trainer.")
-        for rule, now in zip(rules, new):
-            if vars(rule) != vars(now):
-                vars(rule).update(vars(now))
-        rules += new[len(rules):]
-        self._seen = [dict(vars(rule)) for rule in rules]
-        self._rule_of = {name: rule for rule, group in zip(
-            rules[1:], groups[1:]) for name in group.names or ()}
-        named = [group.names for group in groups if group.names is not None]
-        if named:
-            own = frozenset().union(*named)
-            self._own = None if own.issuperset(
-                p.name for p in self.replicas.params()) else own
-        return rules[0]
+                    "the groups of this optimiser object have its rates; "
+                    f"received lr_scheduler={schedule!r} too. Use a schedule "
+                    "of its own framework, and call its step().")
+            if own.schedule is not None:
+                raise ValueError(
+                    "expected one lr_scheduler; received one as an argument "
+                    "and one in the optimiser object. Give one of them.")
+            own.schedule = schedule
+        self._rescale = own.scale
+        names = own.names()
+        if None not in (self._own, names) and self._own != names:
+            raise ValueError(
+                "a Trainer moves what is in the groups of its optimiser "
+                f"object; received {len(self._own or ())} parameters besides,"
+                " which are not those. Pass the replicas.")
+        if names is not None:
+            self._own = None    # groups may be added
 
-    def _rules_of(self, groups: Sequence[GivenGroup]
-                  ) -> list[optimizers.Optimizer]:
-        assert self._given is not None
-        return [optimizers.create(group.family, self._given.semantics,
-                                  **group.options) for group in groups]
+    def rule(self) -> optimizers.Optimizer:
+        """`optimizer` as a rule of mgpu's, with the options that it has now.
+        ValueError for an optimizer object whose formula mgpu does not have,
+        or whose groups have different ones."""
+        if self._object is None:
+            return self.optimizer
+        groups = self._object.groups()
+        if groups[0].family is None or any(
+                group[1:] != groups[0][1:] for group in groups):
+            raise ValueError(
+                "expected an optimizer whose formula mgpu has, with one set "
+                f"of options; received {self.optimizer!r}. Pass a name and "
+                "optimizer_params.")
+        return optimizers.create(groups[0].family, self.semantics,
+                                 **groups[0].options)
 
     # -- rates --------------------------------------------------------------
 
     @property
     def learning_rate(self) -> float:
         """The rate of the last update (of the first one, before it). Of an
-        optimiser object: that of its first group, now."""
+        optimizer object: that of its first group, now."""
         return self.rate(self.num_update)
+
+    @property
+    def lr_scheduler(self) -> Callable[[int], float] | None:
+        """``rate = lr_scheduler(number of the update)``. It may be set."""
+        return self._lr_scheduler if self._object is None \
+            else self._object.schedule
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, schedule: Callable[[int], float] | None) -> None:
+        if self._object is None:
+            self._lr_scheduler = schedule
+        else:
+            self._object.schedule = schedule
 
     def set_learning_rate(self, lr: float) -> None:
         """Use `lr` from the next step on. ValueError under a schedule, which
@@ -387,10 +387,10 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                              "schedule instead.")
         _check_number("the learning rate", lr, ", 0 or more",
                       lambda x: x >= 0)
-        if self._given is not None:
-            self._given.set_learning_rate(float(lr))
-            self._read_given()
-        self.optimizer.learning_rate = float(lr)
+        if self._object is not None:
+            self._object.set_learning_rate(float(lr))
+        else:
+            self.optimizer.learning_rate = float(lr)
 
     def rate(self, num_update: int) -> float:
         """The learning rate of update `num_update`, from 1, before any
@@ -398,9 +398,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         as it was. ValueError or TypeError for a schedule that gives no
         finite number, 0 or more."""
         if self.lr_scheduler is None:
-            if self._given is not None:
-                self._read_given()
-            return self.optimizer.learning_rate
+            return (self._object or self.optimizer).learning_rate
         rate = self._schedule.ask(self.lr_scheduler, max(1, num_update))
         _check_number("what a schedule returns", rate, ", 0 or more",
                       lambda x: x >= 0)
@@ -409,8 +407,9 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
     def multipliers(self, p: Parameter) -> tuple[float, float]:
         """What a parameter's rate and weight decay are multiplied by: those
         of this trainer, else the parameter's own."""
-        return (self.lr_mult.get(p.name, p.lr_mult),
-                self.wd_mult.get(p.name, p.wd_mult))
+        lr_mult, wd_mult = p.multipliers()
+        return (self.lr_mult.get(p.name, lr_mult),
+                self.wd_mult.get(p.name, wd_mult))
 
     # -- a step -------------------------------------------------------------
 
@@ -438,25 +437,16 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         Raises
         ------
         StaleGradientError
-            No device's backward pass has reached a parameter, or a device
-            ran and had no backward pass. Names the parameter; nothing has
-            changed. Devices that did not run, or whose rows did not reach
-            the parameter, contribute zero: the result depends on the batch,
-            not on how it was cut.
+            No row of the batch has reached a parameter. Names the parameter;
+            nothing has changed.
         mgpu.errors.DeviceError
             What was queued on a device has failed there. Nothing has
             changed, and the gradients are void.
         mgpu.errors.NonFiniteGradient
             With ``nonfinite="raise"``. No parameter has changed.
-        ReplicaMismatchError
-            The network itself was called (``net(x)``), on devices that hold
-            different weights. Nothing has changed.
         RuntimeError
-            The network itself was called on several devices, with
-            ``batch_norm="sync"``; the gradients of some devices and not of
-            all were changed after the backward pass; another thread uses the
-            replicas; or they are void, or an update has failed midway.
-            Nothing has changed.
+            Another thread uses the replicas, or they are void. Nothing has
+            changed.
         ValueError
             A batch size that is no finite number above 0.
         """
@@ -468,12 +458,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             return
 
         def both() -> None:
-            whole = self._allreduce(ignore_stale_grad, batch_size)
-            try:
-                self._update(whole, edits=False)
-            except BaseException:
-                self._settle()      # an `update` may follow
-                raise
+            self._update(self._allreduce(ignore_stale_grad, batch_size))
         self._whole(both)
 
     def step_parts(self, parts: Sequence[Callable[[], float]],
@@ -511,45 +496,52 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         """
         with self.replicas.span.world.guard():
             self.check_parts(len(parts), clip_norm)
+        rows = 0.0
         held: dict[Parameter, Any] = {}
-        rows = own = 0.0
-
-        def add() -> None:
-            nonlocal rows
-            rows += self._allreduce(ignore_stale_grad, own, part=True)
+        backend = self.replicas.backend
 
         def hold() -> None:
-            add()
-            self._check_all_trained()
-            for p in self._summed or ():
-                g = self.replicas.backend.grad(p.data())
-                if p in held:
-                    held[p] += g
-                else:
-                    held[p] = self.replicas.backend.put(g, g)
-            self._summed = None
-            self.replicas.after_part()
+            """Keep what this part has written, for the sum of all parts."""
+            for p in self.replicas.params():
+                x = p.data()
+                if p.grad_req != "null" and backend.is_fresh(x) \
+                        and backend.has_gradient(x):
+                    g = backend.grad(x)
+                    held[p] = backend.put(g, g) if p not in held \
+                        else held[p] + g
+                    backend.mark_used(x)
 
         def apply() -> None:
-            add()
-            self._add_held(held, ignore_stale_grad)
+            self._add(held)
+            whole = self._allreduce(ignore_stale_grad, rows, held)
             if clip_norm is not None:
                 self._clip(self._summed or [], clip_norm,
-                           rows / self._rescale,
-                           1e-6 if self.optimizer.semantics == "torch"
+                           whole / self._rescale,
+                           1e-6 if self.semantics == "torch"
                            else 1e-8)
-            self._update(rows, edits=False)
+            self._update(whole)
         self._compared = {"accumulate": len(parts), "clip_norm": clip_norm}
         try:
             for number, part in enumerate(parts, 1):
                 with self.replicas.span.world.guard():
-                    own = part()
+                    rows += part()
                 self._whole(apply if number == len(parts) else hold)
         except BaseException:
             self._summed = None
             raise
         finally:
             self._compared = {}
+
+    def _add(self, held: Mapping[Parameter, Any]) -> None:
+        """Add what earlier parts `held` to the gradients of the last one."""
+        backend = self.replicas.backend
+        for p, part in held.items():
+            x = p.data()
+            g = backend.grad(x)
+            if backend.is_fresh(x):
+                g += part
+            else:       # the last part has not reached it
+                g[...] = part
 
     def check_parts(self, count: int, clip_norm: float | None) -> None:
         """Raise ValueError or TypeError as `step_parts` would, of `count`
@@ -569,36 +561,6 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                 "accumulate adds up the gradients of its batches itself, "
                 "and begins anew with each step; received grad_req='add' of "
                 f"{added[0]!r}. Use grad_req='write', or accumulate=1.")
-
-    def _check_all_trained(self) -> None:
-        """Refuse to accumulate where another trainer has parameters of the
-        batch: their gradients are overwritten by the next part."""
-        trained = set(self._trained()[0])
-        others = [p.name for p in self.replicas.params()
-                  if p.grad_req != "null" and p not in trained]
-        if others:
-            raise ValueError(
-                "accumulate is for a trainer of all parameters that have "
-                f"gradients; received one without {others[0]!r}. Freeze it "
-                "(grad_req='null'), or give the optimiser all of them.")
-
-    def _add_held(self, held: Mapping[Parameter, Any],
-                  ignore_stale_grad: bool) -> None:
-        """Add what earlier parts `held` to the sums of the last part."""
-        backend, summed = self.replicas.backend, set(self._summed or ())
-        parameters = self._trained()[0]
-        self._check_reached(parameters, {
-            j for j, p in enumerate(parameters) if p in summed or p in held},
-            ignore_stale_grad)
-        self.replicas.note_edits(False)
-        for p in parameters:
-            for x in p.list_data() if p in held else ():
-                g = backend.grad(x)
-                if p in summed:
-                    g += backend.put(held[p], g)
-                else:       # the last part has not reached it
-                    g[...] = backend.put(held[p], g)
-        self._summed = [p for p in parameters if p in summed or p in held]
 
     def _checked(self, batch_size: Any) -> float:
         """A process may have no rows of a batch, or rows that count as
@@ -625,20 +587,13 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                 f"{self.replicas.span.world!r}, whose backward pass has "
                 "written gradients. Pass the number of its rows.")
 
-    def _has_part(self) -> bool:
+    def _has_part(self, parameters: Sequence[Parameter]) -> bool:
         """Whether this process's last passes have written gradients other
-        than zeros, or added such to what was there."""
-        backend, replicas = self.replicas.backend, self.replicas
-        kept = replicas.kept_sums()
-
-        def has(p: Parameter, i: int, x: Any) -> bool:
-            if p.name in kept and self._keeps(i):
-                return replicas.checksum(p) != kept[p.name]
-            return bool(np.any(backend.to_numpy(backend.grad(x))))
-        return any(
-            backend.is_fresh(x) and backend.has_gradient(x) and has(p, i, x)
-            for p in replicas.params() if p.grad_req != "null"
-            for i, x in enumerate(p.list_data()))
+        than zeros."""
+        backend = self.replicas.backend
+        return any(bool(np.any(backend.to_numpy(backend.grad(x))))
+                   for x in (p.data() for p in parameters)
+                   if backend.is_fresh(x) and backend.has_gradient(x))
 
     def _whole_batch(self, work: str, batch_size: Any, **more: Any) -> float:
         """The sum of `batch_size` over all processes; `more` has to be the
@@ -659,20 +614,12 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             return [value]
         facts = {
             **more, "learning rate": self.rate(self.num_update + 1),
-            "options of the optimiser": {
-                name: repr(x) for name, x in vars(self.optimizer).items()},
-            **{f"options of group {i} of the optimiser": {
-                name: repr(x) for name, x in vars(rule).items()}
-                for i, rule in enumerate(self._rules) if i},
+            **self._rule_facts(),
             "lr_mult, wd_mult and grad_req": {
                 p.name: [*map(float, self.multipliers(p)), p.grad_req]
                 for p in replicas.params()}}
-        if self._rule_of or self._own is not None:
-            numbers = {id(rule): i for i, rule in enumerate(self._rules)}
-            facts["group (None: not trained)"] = {
-                p.name: numbers.get(id(self._rule_of.get(
-                    p.name, self.optimizer)), 0) if self.trains(p) else None
-                for p in replicas.params()}
+        if self._own is not None:
+            facts["parameters"] = sorted(self._own)
         text = json.dumps(facts, sort_keys=True)
         # Short where all agree: a digest, and all facts only of those that
         # do not.
@@ -709,424 +656,238 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         backend = self.replicas.backend
 
         def scoped() -> None:
-            with using_backend(backend.name), backend.scope(recording=False):
+            with in_use(backend), backend.scope(recording=False):
                 section()
-        with self.replicas.span.world.guard():
-            self._check_whole()
-            with self.replicas.owned():
-                backend.uninterrupted(scoped)
+        with self.replicas.span.world.guard(), self.replicas.owned():
+            backend.uninterrupted(scoped)
 
-    def _check_whole(self) -> None:
-        if self._torn:
-            raise RuntimeError(
-                "an update of this trainer failed midway, so its states may "
-                "not fit the weights; load states with Trainer.load_states "
-                "and values with Replicas.import_numpy.")
+    def _trained(self) -> list[Parameter]:
+        """The parameters that this trainer moves now."""
+        self.replicas.check_complete()
+        names = self._names()
+        return [p for p in self.replicas.params()
+                if (names is None or p.name in names) and p.grad_req != "null"]
 
-    def _trained(self) -> tuple[list[Parameter], list[str]]:
-        """With their grad_req."""
-        self._check_complete()
-        requests = self.replicas.grad_reqs()
-        found = [p for p in self.replicas.params()
-                 if requests[p.name] != "null"
-                 and (self._own is None or p.name in self._own)]
-        return found, [requests[p.name] for p in found]
+    def _names(self) -> frozenset[str] | None:
+        """What this trainer moves now; None: all parameters."""
+        names = self._object and self._object.names()
+        return self._own if names is None else names
+
+    def _arrays(self, parameters: Sequence[Parameter]) -> list[Any]:
+        """The network's own arrays of `parameters`."""
+        self.replicas.check_complete()
+        network = self.replicas.network
+        return [network.array(p.number) for p in parameters]
 
     def trains(self, p: Parameter) -> bool:
         """Whether this trainer moves `p`, unless it is frozen."""
-        return self._own is None or p.name in self._own
-
-    def _check_complete(self) -> None:
-        self.replicas.of_engine()       # a native call may have found shapes
+        names = self._names()
+        return names is None or p.name in names
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
-        """Sum every gradient over the devices, in place on each.
+        """Sum the gradients over the processes, and take them for `update`.
 
-        Legal at any number of devices; between it and `update` a gradient
-        may be read, clipped or changed: what is written to replica 0's
-        reaches all. The gradients are stale from now on: what a backward
-        pass wrote is summed once. Those that it passes over as stale are
-        zeros then, or None if they were, in torch. No update applies them
-        unless other values than zeros are written to them; clipping leaves
-        zeros.
-        How they are summed is this trainer's ``allreduce=``. Raises as
-        `step` does.
+        Over the devices of a process they are sums when a backward pass has
+        returned. Between this call and `update` a gradient may be read,
+        clipped or changed. The gradients are stale from now on: what a
+        backward pass wrote is taken once. Raises as `step` does.
         """
-        def section() -> None:
-            self._allreduce(ignore_stale_grad)
-            summed, backend = set(self._summed or ()), self.replicas.backend
-            for p, request in zip(*self._trained()):
-                if p in summed:
-                    continue
-                for x in p.list_data() if request == "write" else ():
-                    if backend.has_gradient(x):
-                        backend.grad(x)[...] = 0
-                if not self._has_values(p):
-                    self._blank.add(p)
-            self._settle()
-        self._whole(section)
-
-    def _has_values(self, p: Parameter) -> bool:
-        """Whether replica 0's gradient of `p` is not all zeros."""
-        backend, x = self.replicas.backend, p.data()
-        return backend.has_gradient(x) and bool(np.any(
-            backend.to_numpy(backend.grad(x))))
-
-    def _settle(self) -> None:
-        """What is written to gradients from now on is the user's."""
-        for p in self._trained()[0]:
-            for x in p.list_data():
-                self.replicas.backend.settle(x)
+        self._whole(partial(self._allreduce, ignore_stale_grad))
 
     @probes.staged("reduce", "all-reduce", probes.gradients)
     def _allreduce(self, ignore_stale_grad: bool,
-                   batch_size: float | None = None, part: bool = False
-                   ) -> float:
+                   batch_size: float | None = None,
+                   held: Collection[Parameter] = ()) -> float:
         """Returns the sum of `batch_size` over all processes, which is then
-        above 0. `part`: of a batch, whose others may reach what this one does
-        not."""
+        above 0. `held`: parameters that earlier parts of the batch have
+        reached."""
         replicas, backend = self.replicas, self.replicas.backend
-        if self._given is not None:
-            with replicas.span.world.guard():
-                self._read_given()
-        parameters, requests = self._trained()
-        columns = [p.list_data() for p in parameters]
-        with self._voiding(columns), replicas.span.world.guard():
-            fresh = [[backend.is_fresh(x) for x in arrays]
-                     for arrays in columns]
-            self._check_passes(parameters, fresh, ignore_stale_grad)
-            edited = self._check_unedited(parameters, columns, fresh)
-            self._check_done(columns, fresh)
-            self._had_pass = any(map(any, fresh))
-            # Not before: what has failed on a device must not be read.
+        parameters = self._trained()
+        with self._voiding(parameters) if replicas.span.wide \
+                else contextlib.nullcontext(), replicas.span.world.guard():
+            arrays = self._arrays(parameters)
+            fresh = {j for j, x in enumerate(arrays)
+                     if parameters[j] in held or backend.is_fresh(x)}
+            taken = {j for j in fresh
+                     if not backend.has_gradient(arrays[j])}
+            self._check_done([arrays[j] for j in fresh - taken])
+            self._had_pass = bool(fresh)
             self._had_part = replicas.span.wide and not batch_size \
-                and self._has_part()
+                and self._has_part(parameters)
             self._check_part(batch_size)
-            taken = {j for j, flags in enumerate(fresh) if not all(
-                backend.has_gradient(x)
-                for x, is_fresh in zip(columns[j], flags) if is_fresh)}
-            reached, edited, taken, whole = self._meet(
-                {j for j, flags in enumerate(fresh) if any(flags)},
-                edited, taken, batch_size or 0)
+            reached, taken, whole = self._meet(fresh, taken, batch_size or 0)
         if batch_size is not None:
             check_batch_size(whole)
-        if edited:
-            raise self._edited_in_part(parameters[min(edited)])
-        self._check_reached(parameters, reached, ignore_stale_grad or part)
+        self._check_reached(parameters, reached, ignore_stale_grad)
         used = sorted(reached - taken)
-        # Where this fails, the other processes are in the middle of it.
-        with replicas.span.world.together():
-            self._sum(parameters, requests, columns, fresh, used)
+        self._summed = None
+        if replicas.span.wide:
+            # Where this fails, the other processes are in the middle of it.
+            with replicas.span.world.together():
+                self._sum([parameters[j] for j in used],
+                          [j in fresh for j in used])
+        for x in arrays:        # also those that were skipped
+            backend.mark_used(x)
+        self._summed = [parameters[j] for j in used]
         return whole
 
-    def _sum(self, parameters: Sequence[Parameter], requests: Sequence[str],
-             columns: Sequence[list[Any]],
-             fresh: Sequence[Sequence[bool]], used: Sequence[int]) -> None:
-        """Sum the gradients of the parameters with the numbers `used`."""
-        replicas, backend = self.replicas, self.replicas.backend
-        replicas.note_edits(False)      # what follows is mgpu's own
-        gradients = [[backend.grad(x) for x in columns[j]] for j in used]
-        try:
-            for j, arrays in zip(used, gradients):
-                emptied = replicas.emptied if requests[j] == "write" else ()
-                for i, (g, is_fresh) in enumerate(zip(arrays, fresh[j])):
-                    # No row of the batch reached it there. What the user has
-                    # added to zeros counts.
-                    if not is_fresh and i not in emptied and not (
-                            requests[j] == "add" and self._keeps(i)):
-                        g[...] = 0
-            allreduce_many(gradients, algorithm=self._strategy)
-            self._summed = [parameters[j] for j in used]
-            self._own_summed = self._own
-            self._blank = set()
-            replicas.summed_by = self
-        except BaseException:
-            self._summed = None     # some may be sums already
-            raise
-        finally:
-            # Also those that were skipped: theirs belong to this step.
-            self._void(columns)
-        replicas.note_edits(True)
-        replicas.carry_over([parameters[j] for j in used
-                             if requests[j] == "add"])
-
-    def _keeps(self, device: int) -> bool:
-        """Whether the device keeps what earlier steps have added up, for all
-        processes: see `Replicas.carry_over`."""
-        return self.replicas.span.wide and device == 0 \
-            and self.replicas.span.world.is_main
-
     @contextlib.contextmanager
-    def _voiding(self, columns: Sequence[Sequence[Any]]) -> Iterator[None]:
+    def _voiding(self, parameters: Sequence[Parameter]) -> Iterator[None]:
         """Where a process fails before gradients are summed, the batch is
         void in all: another call must not sum what some of them have."""
         try:
             yield
         except BaseException:
-            if self.replicas.span.wide:
-                self._void(columns)
+            for p in parameters:
+                self.replicas.backend.mark_used(p.data())
             raise
 
-    def _void(self, columns: Sequence[Sequence[Any]]) -> None:
-        for arrays in columns:
-            for x in arrays:
-                self.replicas.backend.mark_used(x)
-        if self._own is not None and any(self._passed()):
-            # Another trainer may step those of this batch.
-            self.replicas.shared_batch = True
-        else:
-            self.replicas.recorded = [False] * len(self.replicas)
-
-    def _check_done(self, columns: Sequence[Sequence[Any]],
-                    fresh: Sequence[Sequence[bool]]) -> None:
-        """Wait for the passes of each device (not of cards). What fails in
-        one is an error here, before anything is summed, and only once: its
-        gradients must not be read again. Raises `DeviceError`."""
+    def _sum(self, parameters: Sequence[Parameter], fresh: Sequence[bool]
+             ) -> None:
+        """Sum the gradients of `parameters` over the processes; those that
+        are not `fresh` count as zeros here."""
         replicas, backend = self.replicas, self.replicas.backend
-        errors: list[tuple[int, Exception]] = []
+        gradients = [backend.grad(p.data()) for p in parameters]
+        for p, g, own in zip(parameters, gradients, fresh, strict=True):
+            if not own and not (p.grad_req == "add"
+                                and replicas.span.world.is_main):
+                g[...] = 0
+        if self._object is not None:
+            gradients += self._object.gradients_of_others()
+        allreduce_many([[g] for g in gradients], algorithm=self._strategy)
+        replicas.carried = [p for p in parameters if p.grad_req == "add"]
 
-        def wait(i: int, arrays: list[Any]) -> None:
-            try:
-                backend.host_views(arrays, to_read=True)
-            except Exception as error:
-                errors.append((i, error))
-                for x in arrays if len(arrays) > 1 else ():
-                    wait(i, [x])    # each is to forget what has failed
-        for i in range(len(replicas)):
-            wait(i, [backend.grad(arrays[i])
-                     for arrays, flags in zip(columns, fresh)
-                     if flags[i] and backend.has_gradient(arrays[i])])
+    def _check_done(self, arrays: Sequence[Any]) -> None:
+        """Wait for the gradients (not of cards). What has failed in a pass
+        is an error here, before anything changes. Raises `DeviceError`."""
+        replicas, backend = self.replicas, self.replicas.backend
+        errors = backend.failures([*map(backend.grad, arrays)])
         if not errors:
             return
-        self._void(columns)
-        i, error = errors[0]
+        self._summed = None
+        for x in arrays:
+            backend.mark_used(x)
+        error = errors[0]
         last = (str(error).strip().splitlines() or [""])[-1]
-        device, step = replicas.devices[i], self.num_update + 1
+        device, step = replicas.devices[0], self.num_update + 1
         place = f" of {replicas.span.world!r}" if replicas.span.wide else ""
         raise DeviceError(
-            f"a device does what was queued on it; on {device}{place}, in "
-            f"step {step}, it failed: {type(error).__name__}: "
+            "a device does what was queued on it; in the passes on "
+            f"{replicas.devices}{place}, in step {step}, it failed: "
+            f"{type(error).__name__}: "
             f"{last.removeprefix(type(error).__name__ + ': ')[:300]}. No "
             "parameter has changed, and this batch's gradients are void. "
             "Correct the operation; "
             f"{backend.finds_failed} shows the line that queued it.", device,
             step) from error
 
-    def _meet(self, reached: set[int], edited: set[int], taken: set[int],
-              batch_size: float) -> tuple[set[int], set[int], set[int], float]:
+    def _meet(self, reached: set[int], taken: set[int], batch_size: float
+              ) -> tuple[set[int], set[int], float]:
         """What all processes know of a batch together: the parameters that
-        any of its rows reached; those whose gradients were changed by hand
-        on some processes and not on all that have them; those whose gradients
-        were taken away; the sum of `batch_size`."""
-        span = self.replicas.span
-        if not span.wide:
-            return reached, set(), taken, batch_size
-        told = self._gather(self._next_step(), [
-            *map(_bits, (reached, edited, taken)), batch_size,
-            self.replicas.moved], **self._compared, **{
-                f"gradient before this step (zero_grad is for all) of {name}":
-                x for name, x in self.replicas.kept_sums().items()})
-        every = [[_numbers(bits) for bits in one[:3]] for one in told]
-        self.replicas.moved_by_rank = [one[4] for one in told]
-        return (set().union(*(found for found, *_ in every)),
-                {j for found, changed, _ in every for j in changed
-                 if any(j in other and j not in by_hand
-                        for other, by_hand, _ in every)},
-                set().union(*(gone for *_, gone in every)),
-                sum(one[3] for one in told))
-
-    def _check_passes(self, parameters: Sequence[Parameter],
-                      fresh: Sequence[Sequence[bool]],
-                      ignore_stale_grad: bool) -> None:
-        """Refuse a device that ran and had no backward pass, unless that is
-        to be ignored (StaleGradientError)."""
+        any of its rows reached; those whose gradients were taken away; the
+        sum of `batch_size`."""
         replicas = self.replicas
-        backward = [any(flags) for flags in zip(*fresh)] \
-            if self._own is None else self._passed()
-        replicas.check_native(backward)
-        for i, had in enumerate(backward):
-            if replicas.recorded[i] and not had and any(backward) \
-                    and not ignore_stale_grad:
-                raise self._stale(parameters[0], f" on {replicas.devices[i]}")
-
-    def _passed(self) -> list[bool]:
-        """Which devices had a backward pass, of any parameter, that no
-        trainer has applied all of."""
-        backend = self.replicas.backend
-        return [any(backend.is_fresh(x) for x in column) for column in zip(*(
-            p.list_data() for p in self.replicas.params()
-            if p.grad_req != "null"))]
+        if not replicas.span.wide:
+            return reached, taken, batch_size
+        told = self._gather(self._next_step(), [
+            _bits(reached), _bits(taken), batch_size, replicas.moved],
+            **self._compared, **{
+                f"gradient before this step (zero_grad is for all) of {name}":
+                x for name, x in replicas.kept_sums().items()})
+        replicas.moved_by_rank = [one[3] for one in told]
+        return (set().union(*(_numbers(one[0]) for one in told)),
+                set().union(*(_numbers(one[1]) for one in told)),
+                sum(one[2] for one in told))
 
     def _check_reached(self, parameters: Sequence[Parameter],
                        reached: Collection[int], ignore_stale_grad: bool
                        ) -> None:
-        """Refuse a parameter that no row of the batch reached, on any
-        device, unless it is to be ignored (StaleGradientError)."""
+        """Refuse a parameter that no row of the batch reached, unless it is
+        to be ignored (StaleGradientError)."""
         for j, p in enumerate(parameters):
             if j not in reached and not ignore_stale_grad:
-                raise self._stale(p, again=bool(reached))
-
-    def _stale(self, p: Parameter, where: str = "", again: bool = False
-               ) -> StaleGradientError:
-        # One for each loss, perhaps: the second one overwrites.
-        what, cure = ("the last backward pass did not reach it",
-                      "add up losses, or use grad_req='add', where each had "
-                      "a backward pass of its own; ") if again else (
-                          "no backward pass reached it",
-                          "in a forward pass of Gluon's read "
-                          "p.data(x.context), not p.data(); "
-                          if where else "")
-        return StaleGradientError(
-            f"parameter {p.name!r} has no new gradient{where} since the "
-            f"last step: {what}. Run the forward pass inside record() and "
-            f"call backward on every device's loss; {cure}"
-            "freeze the parameter (grad_req='null', requires_grad=False); or "
-            "pass ignore_stale_grad=True to skip it.")
-
-    def _check_unedited(self, parameters: Sequence[Parameter],
-                        columns: Sequence[Sequence[Any]],
-                        fresh: Sequence[Sequence[bool]]) -> set[int]:
-        """Refuse gradients that only some devices' were changed: each is a
-        part of the sum. Returns the numbers of those that were changed."""
-        changed: set[int] = set()
-        if self.replicas.span.total == 1:
-            return changed
-        for j, (p, arrays, flags) in enumerate(zip(parameters, columns,
-                                                   fresh)):
-            edited = [self.replicas.backend.edited(x)
-                      for x, is_fresh in zip(arrays, flags) if is_fresh]
-            if any(edited) and not all(edited):
-                raise self._edited_in_part(p)
-            if any(edited):
-                changed.add(j)
-        return changed
-
-    def _edited_in_part(self, p: Parameter) -> RuntimeError:
-        return RuntimeError(
-            "before allreduce_grads a device's gradient is its part of the "
-            f"sum; received the gradient of {p.name!r} changed on some "
-            "devices and not on all, as clipping or zero_grad of "
-            "replicas.net does (Replicas.zero_grad is of all devices). Call "
-            "trainer.allreduce_grads(), then trainer.clip_global_norm (or "
-            "change the gradients of replicas.net, which reaches all), then "
-            "trainer.update.")
+                raise StaleGradientError(
+                    f"parameter {p.name!r} has no new gradient since the last "
+                    "step: " + (
+                        "the last backward pass did not reach it" if reached
+                        else "no backward pass reached it")
+                    + ". Run the forward pass inside record() and give the "
+                    "losses of all devices to one mgpu.backward; freeze the "
+                    "parameter (grad_req='null', requires_grad=False); or "
+                    "pass ignore_stale_grad=True to skip it.")
 
     def summed(self, caller: str = "summed") -> list[Parameter]:
-        """The parameters whose gradients `allreduce_grads` has summed since
-        the last update, and those that it passed over and the user has
-        written, without those that the user has taken away since.
+        """The parameters whose gradients `allreduce_grads` has taken since
+        the last update, without those that the user has taken away since.
         RuntimeError naming `caller` if there was no `allreduce_grads`."""
-        self._check_complete()
-        last = self.replicas.summed_by
-        if self._summed is None or last is not self:
+        self.replicas.check_complete()
+        if self._summed is None:
             raise RuntimeError(
                 f"{caller} works on gradients that allreduce_grads has "
-                "summed; received " + (
-                    "none since the last update. Call allreduce_grads first, "
-                    "or step for both." if self._summed is None or not last
-                    else "those of another trainer's, which came after this "
-                    "one's. Let each trainer update before the next one's "
-                    "allreduce_grads, or call step."))
-        backend, summed = self.replicas.backend, set(self._summed)
-
-        def counts(p: Parameter) -> bool:
-            if p in summed:
-                return backend.has_gradient(p.data())
-            # Clipping writes zeros where zeros are. What was zero tells also
-            # where nobody counts writes.
-            return (p in self._blank or backend.edited(p.data())) \
-                and self._has_values(p)
-        return list(filter(counts, self._trained()[0]))
+                "taken; received none since the last update. Call "
+                "allreduce_grads first, or step for both.")
+        backend = self.replicas.backend
+        for p in self._summed:
+            if backend.is_fresh(p.data()):
+                raise RuntimeError(
+                    f"{caller} works on gradients that allreduce_grads has "
+                    f"taken; received one of {p.name!r} that a backward pass "
+                    "has written since. Call allreduce_grads again.")
+        return [p for p in self._summed if backend.has_gradient(p.data())]
 
     def update(self, batch_size: float) -> None:
-        """Apply the gradients, divided by `batch_size`, on every device.
+        """Apply the gradients, divided by `batch_size`.
 
-        Does not touch the gradients; waits on CPU devices, as
-        `allreduce_grads` does. While the environment variable
-        ``MGPU_DEBUG`` is 1 it ends with `Replicas.check_equal`
-        (`ReplicaMismatchError`), which waits. With ``loss_scale="dynamic"``
-        it may skip the step (`skipped_steps`).
+        Does not touch the gradients; waits on CPU devices. With several
+        processes and ``MGPU_DEBUG=1`` it ends with `Replicas.check_equal`.
+        With ``loss_scale="dynamic"`` it may skip the step (`skipped_steps`).
 
         Raises
         ------
         RuntimeError
             There was no `allreduce_grads` before it, so that an old gradient
-            would be applied again; a backward pass has written gradients
-            since then; only another replica's gradient than replica 0's was
-            changed since then; or an earlier update has failed midway.
+            would be applied again; or a backward pass has written gradients
+            since then.
         """
         batch_size = self._whole_batch("update", batch_size,
                                        **self._sums_held())
+        self._summed = self.summed("update")
         self._whole(partial(self._update, batch_size))
 
     def _sums_held(self) -> dict[str, Any]:
         """A checksum of each sum, which the user may have changed: they are
-        the same on all processes. All are read, since not every write is
-        counted where there is one device."""
+        the same on all processes."""
         replicas = self.replicas
         if not replicas.span.wide:
             return {}
         with replicas.span.world.guard():
-            summed = self.summed("update")
-            for p in summed:
-                if p.grad_req == "add" and p not in replicas.carried:
-                    raise RuntimeError(
-                        "with several processes no pass runs between "
-                        "allreduce_grads and update; received one, to whose "
-                        f"gradient of {p.name!r} the sum would be added. "
-                        "Call update first, or allreduce_grads again.")
             return {"summed gradient": {
                 p.name: zlib.crc32(np.ascontiguousarray(
-                    replicas.backend.to_numpy(p.list_grad()[0])).tobytes())
-                for p in summed}}
+                    replicas.backend.to_numpy(p.grad())).tobytes())
+                for p in self.summed("update")}}
 
     @probes.staged("update", "update", probes.weights)
-    def _update(self, batch_size: float, edits: bool = True) -> None:
-        """`edits`: the user may have written to gradients since `_settle`,
-        which reads all of them."""
+    def _update(self, batch_size: float) -> None:
         debug = environment.debug()     # first: a wrong value is refused
-        # No code of the user's ran since they were summed, without edits.
-        parameters = self.summed("update") if edits else self._summed or []
-        replicas, optimizer = self.replicas, self.optimizer
-        backend, scale = replicas.backend, self._loss_scale
-        if edits:
-            self._share_edits(parameters)
-        written = replicas.following.written(replicas.all_parameters())
-        if written:     # since the backward pass
-            replicas.following.follow(written)
-        replicas.note_edits(False)
+        replicas, scale = self.replicas, self._loss_scale
+        backend = replicas.backend
+        summed = self._summed or []
+        work = {p: x for p, x in zip(summed, self._arrays(summed))
+                if backend.has_gradient(x)}
         if self._nonfinite != "ignore" and not all_finite(
-                # The sums are the same on all devices: one will do.
-                backend, [p.list_grad()[0] for p in parameters]):
+                backend, [*map(backend.grad, work.values())]):
             self._summed = None
             if self._nonfinite == "raise":
-                raise self._not_finite(parameters)
+                raise self._not_finite([*work])
             scale.backoff()
         else:
-            # Nothing is counted before every state and rate is there.
-            if self._given is not None:
-                self._read_given()
-                if self._own != self._own_summed:
-                    raise RuntimeError(
-                        "update applies what allreduce_grads has summed; "
-                        "received groups of other parameters since then. "
-                        "Call add_param_group before the backward pass.")
-            number = self._next_update(parameters)
-            with self._schedule.moving():
-                work = self._work(parameters, self.rate(number))
-            counts = {one.name: one.t for one in work}
-            try:
-                if optimizer.has_begin_step:
-                    self._begin_step(counts)
-                self._apply(work, self._rescale / batch_size)
-            except BaseException as error:
-                self._torn, replicas.torn = True, repr(error)
-                raise
-            self._counts.update(counts)
-            self.num_update, self._summed = number, None
+            if self._object is None:
+                self._apply_rule(work, self._rescale / batch_size)
+            else:
+                self._step_object(self._object, work,
+                                  self._rescale / batch_size)
+            self._summed = None
             scale.succeed()
-            if self._given is not None:
-                self._given.updated()
         datasets.note_step()
         replicas.after_step()
         if debug:
@@ -1135,7 +896,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
     def _not_finite(self, parameters: Sequence[Parameter]
                     ) -> NonFiniteGradient:
         name = next(p.name for p in parameters if not all_finite(
-            self.replicas.backend, [p.list_grad()[0]]))
+            self.replicas.backend, [p.grad()]))
         world, wide = self.replicas.span.world, self.replicas.span.wide
         return NonFiniteGradient(
             "summed gradients are finite (nonfinite='raise'); received NaN or "
@@ -1144,102 +905,75 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             "parameter has changed. Lower the learning rate, look for bad "
             "data, or pass nonfinite='skip'.")
 
-    def _next_update(self, parameters: Sequence[Parameter]) -> int:
+    def _step_object(self, own: OptimizerObject,
+                     parameters: Mapping[Parameter, Any], scale: float
+                     ) -> None:
+        found = {p.name: p for p in parameters}
+        with self._schedule.moving(own.schedule):
+            own.step({name: parameters[found[name]] for name in sorted(
+                found, key=self.gluon_order())},
+                lambda name: self.multipliers(found[name]), scale,
+                self.loss_scale)
+        for name in found:
+            self._counts[name] = self._counts.get(name, 0) + 1
+        self.num_update = own.count(self.num_update)
+
+    def _next_update(self, parameters: Iterable[Parameter]) -> int:
         """Gluon: the largest number of updates that any parameter has had,
         this one included. torch: one more than before."""
-        if self.optimizer.semantics == "torch":
+        if self.semantics == "torch":
             return self.num_update + 1
         return max([self.num_update, *(self._counts.get(p.name, 0) + 1
                                        for p in parameters)])
 
-    def _share_edits(self, parameters: Sequence[Parameter]) -> None:
-        """Copy what the user has written to replica 0's sums to the others;
-        raises as `update`."""
-        backend = self.replicas.backend
-        for p in parameters:
-            arrays = p.list_data()
-            if any(backend.is_fresh(x) for x in arrays):
-                raise RuntimeError(
-                    "update applies what allreduce_grads has summed; "
-                    f"received a gradient of {p.name!r} that a backward pass "
-                    "has written since. " + (
-                        "Call allreduce_grads again." if p.grad_req == "add"
-                        else "With grad_req='write' it holds the loss of "
-                        "that pass alone. Give all losses of a batch, "
-                        "penalties too (times what update divides by), to "
-                        "one mgpu.backward; or use grad_req='add' and call "
-                        "allreduce_grads after the last pass. Where the "
-                        "pass was a new batch, call allreduce_grads "
-                        "again."))
-            edited = [backend.edited(x) for x in arrays]
-            if p.grad_req == "add" and p not in self.replicas.carried:
-                # A pass has come between: replica 0 alone has the sum.
-                self.replicas.carried.append(p)
-            elif not any(edited) or all(edited):
-                continue
-            elif not edited[0]:
-                raise RuntimeError(
-                    "a summed gradient is changed on replica 0, or on all; "
-                    f"received the gradient of {p.name!r} changed only on "
-                    "another replica. Change that of replicas.net.")
-            broadcast(p.list_grad())
-
-    def _work(self, parameters: list[Parameter], rate: float) -> list[Update]:
+    def _work(self, parameters: Mapping[Parameter, Any], rate: float
+              ) -> list[Update]:
         """What is to be done to each parameter; makes missing states."""
-        backend, optimizer, work = self.replicas.backend, self.optimizer, []
-        rules = [rule for rule in (optimizer, *self._rules[1:])
-                 if rule.built_in]
-        if [*map(vars, rules)] != self._options:
-            self._check_options(rules)
-        for p in parameters:
-            name, weights = p.name, p.list_data()
-            rule, its = self._rule_of.get(name, optimizer), rate
-            if rule is not optimizer and self.lr_scheduler is None:
-                its = rule.learning_rate
-            for state, weight in zip(self._states, weights, strict=True):
-                if name not in state:
-                    state[name] = rule.create_state(weight, backend.ops)
+        backend, rule, work = self.replicas.backend, self.optimizer, []
+        if rule.built_in and vars(rule) != self._options:
+            self._check_options(rule)
+        for p, weight in parameters.items():
+            name = p.name
+            if name not in self._states:
+                self._states[name] = rule.create_state(weight, backend.ops)
             lr_mult, wd_mult = self.multipliers(p)
-            _check_number(f"lr_mult of {name!r}", lr_mult)
-            _check_number(f"wd_mult of {name!r}", wd_mult)
-            rule.check_rate(its * lr_mult)
+            for what, x in ("lr_mult", lr_mult), ("wd_mult", wd_mult):
+                if type(x) is not float or x != 1.0:
+                    _check_number(f"{what} of {name!r}", x)
+            rule.check_rate(rate * lr_mult)
             work.append(Update(
-                name, weights, [backend.grad(x) for x in weights],
-                its * lr_mult, rule.wd * wd_mult,
+                name, weight, backend.grad(weight), rate * lr_mult,
+                rule.wd * wd_mult,
                 self._counts.get(name, 0) + 1))
         return work
 
-    def _check_options(self, rules: Sequence[optimizers.Optimizer]) -> None:
-        """The user has changed options of an optimiser, or has put another
+    def _check_options(self, rule: optimizers.Optimizer) -> None:
+        """The user has changed options of the optimiser, or has put another
         one in its place."""
-        for optimizer in rules:
-            optimizer.__post_init__()
-            p = next((p for p in self.replicas.params()     # as of all others
-                      if p.name in self._states[0] and self._rule_of.get(
-                          p.name, self.optimizer) is optimizer), None)
-            if p is None:
-                continue
-            kept = self._states[0][p.name]
+        rule.__post_init__()
+        p = next((p for p in self.replicas.params()     # as of all others
+                  if p.name in self._states), None)
+        if p is not None:
+            kept = self._states[p.name]
             x = p.data()    # a row is enough: rates may change in each step
-            needed = optimizer.create_state(x[:1] if p.shape else x,
-                                            self.replicas.backend.ops)
+            needed = rule.create_state(x[:1] if p.shape else x,
+                                       self.replicas.backend.ops)
             if needed.keys() != kept.keys():
                 raise ValueError(
                     "an optimiser remembers the same things from its first "
-                    f"update on; received {optimizer!r}, which needs "
+                    f"update on; received {rule!r}, which needs "
                     f"{sorted(needed)} of {p.name!r}, where {sorted(kept)} "
                     "is kept. Make a new Trainer.")
-        self._options = [dict(vars(rule)) for rule in rules]
+        self._options = dict(vars(rule))
 
     def _begin_step(self, counts: Mapping[str, int]) -> None:
         # All of the network: places must not depend on which a trainer has.
         order = sorted((p.name for p in self.replicas.params()),
                        key=self.gluon_order())
-        for state in self._states:
-            self.optimizer.begin_step(
-                [state.get(name, {}) for name in order],
-                [counts.get(name) if name in state else None
-                 for name in order])
+        self.optimizer.begin_step(
+            [self._states.get(name, {}) for name in order],
+            [counts.get(name) if name in self._states else None
+             for name in order])
 
     def gluon_order(self) -> Callable[[str], Any]:
         """A sort key for names of parameters: see
@@ -1250,42 +984,38 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         return trainer_states.by_layer(
             [p.name for p in self.replicas.params()])
 
-    def _apply(self, work: list[Update], scale: float) -> None:
-        """The optimiser's rule on every device, for gradients times `scale`
-        and divided by the loss scale."""
-        for optimizer in [self.optimizer, *self._rules[1:]]:
-            self._apply_rule(optimizer, [
-                one for one in work if self._rule_of.get(
-                    one.name, self.optimizer) is optimizer]
-                if self._rule_of else work, scale)
-
-    def _apply_rule(self, optimizer: optimizers.Optimizer,
-                    work: list[Update], scale: float) -> None:
-        backend = self.replicas.backend
-        loss_scale = self.loss_scale
-        if optimizer.elementwise and host_memory.update(
-                backend, optimizer, work, self._states, scale, loss_scale):
-            return
-
-        def apply(device: int) -> None:
+    def _apply_rule(self, parameters: Mapping[Parameter, Any], scale: float
+                    ) -> None:
+        """The optimiser's rule, for gradients times `scale` and divided by
+        the loss scale. Nothing is counted before every state and rate is
+        there."""
+        number, optimizer = self._next_update(parameters), self.optimizer
+        with self._schedule.moving(self.lr_scheduler):
+            work = self._work(parameters, self.rate(number))
+        counts = {one.name: one.t for one in work}
+        if optimizer.has_begin_step:
+            self._begin_step(counts)
+        backend, loss_scale = self.replicas.backend, self.loss_scale
+        if not (optimizer.elementwise and host_memory.update(
+                backend, optimizer, work, self._states, scale, loss_scale)):
             for one in work:
-                gradient = one.gradients[device]
+                gradient = one.gradient
                 if loss_scale != 1.0:
                     # A division of its own: MXNet reads numbers from text,
                     # and not every quotient of two to the last bit.
                     gradient = gradient / loss_scale
-                optimizer.update(
-                    one.weights[device], gradient * scale,
-                    self._states[device][one.name], lr=one.lr,
-                    wd=one.wd, t=one.t, ops=backend.ops)
-        backend.parallel([partial(apply, i) for i in range(len(self._states))])
+                optimizer.update(one.weight, gradient * scale,
+                                 self._states[one.name], lr=one.lr,
+                                 wd=one.wd, t=one.t, ops=backend.ops)
+        self._counts.update(counts)
+        self.num_update = number
 
     def clip_global_norm(self, max_norm: float,
                          batch_size: float | None = None) -> float:
         """Scale all gradients so that their joint norm is `max_norm` at most.
 
         Call it between `allreduce_grads` and `update` (RuntimeError
-        elsewhere). Each parameter counts once, not once per device.
+        elsewhere).
         Formula: Gluon's ``clip_global_norm``, ``scale = max_norm / (norm +
         1e-8)`` where that is below 1.
 
@@ -1353,9 +1083,9 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         """`clip_global_norm` of summed gradients, to be divided by
         `divisor`."""
         backend = self.replicas.backend
-        gradients = [p.list_grad() for p in parameters]
+        gradients = [p.grad() for p in parameters]
         with backend.scope(recording=False):
-            norm = global_norm(backend, [g for g, *_ in gradients])
+            norm = global_norm(backend, gradients)
             norm /= divisor * self.loss_scale
             if not np.isfinite(norm):
                 if self._nonfinite == "skip":
@@ -1366,11 +1096,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                     "them.")
             scale = max_norm / (norm + eps)
             if scale < 1.0:
-                self._share_edits(parameters)
-                for p, copies in zip(parameters, gradients):
-                    for x, g in zip(p.list_data(), copies):
-                        g *= scale
-                        backend.settle(x)
+                for g in gradients:
+                    g *= scale
         return norm
 
     # -- states -------------------------------------------------------------
@@ -1402,26 +1129,31 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         OSError
             The file cannot be opened.
         """
-        self._check_complete()
+        self.replicas.check_complete()
         self._load(trainer_states.read(fname), repr(os.fspath(fname)))
 
     def export_states(self) -> TrainerStates:
         """The optimiser's state as NumPy copies, whatever the engine and the
-        number of devices. Waits for pending updates. RuntimeError after an
-        update that failed midway."""
-        self._check_whole()
-        scale, groups = self._loss_scale, None
-        if self._given is not None:
-            self._read_given()
-            groups = self._given.export()
+        number of devices. Waits for pending updates."""
+        scale, own = self._loss_scale, self._object
+        slots = trainer_states.export_slots(self.replicas.backend,
+                                            self._states)
+        counts, groups = self._counts, None
+        if own is not None:
+            slots, remembered = own.memory()
+            counts, groups = {**counts, **remembered}, own.export()
         return TrainerStates(
-            type(self.optimizer).__name__, self.num_update,
-            self.optimizer.learning_rate, dict(self._counts),
-            trainer_states.export_slots(self.replicas.backend,
-                                        self._states[0]),
+            self._kind(), self.num_update,
+            (own or self.optimizer).learning_rate, dict(counts), slots,
             scale.value if scale.dynamic else None, scale.good_steps,
             scale.skipped_steps, self._schedule.export(self.lr_scheduler),
             groups)
+
+    def _kind(self) -> str:
+        """The class whose states these are."""
+        family = self._object and self._object.groups()[0].family
+        return optimizers.RULES[self.semantics][family].__name__ \
+            if family else type(self.optimizer).__name__
 
     def import_states(self, states: TrainerStates) -> None:
         """Put `export_states` of this or of another trainer back, on all
@@ -1467,39 +1199,46 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                    ) -> Callable[[], None]:
         """A function that does what `import_states` of `saved` would do now,
         and refuses nothing; raises as that does."""
-        replicas, put = self.replicas, None
-        rules: dict[str, optimizers.Optimizer] = {}
-        self._check_complete()
-        if self._given is not None:
-            groups, put = self._given.fit(saved.groups, saved.learning_rate)
-            rules = {name: rule for rule, group in zip(
-                self._rules_of(groups), groups) for name in group.names or ()}
-        elif len(saved.groups or ()) > 1:
+        replicas, own = self.replicas, self._object
+        replicas.check_complete()
+        # Frozen ones too: they may have been trained before.
+        arrays = {p.name: p.data() for p in replicas.params()}
+        if own is not None:
+            put = own.fit(saved.groups, saved.learning_rate)
+            known = own.groups()[0].family is not None
+            trainer_states.check(saved, source, self._kind(),
+                                 arrays if known else {})
+            if saved.groups is None and known:
+                trainer_states.fit(saved, source, replicas.backend,
+                                   self.rule(), arrays)
+            return partial(self._take, saved, partial(self._put_object, own, (
+                saved.slots, saved.counts), arrays, put))
+        if len(saved.groups or ()) > 1:
             raise ValueError(
                 "states are loaded into as many groups of parameters as they "
                 f"are of; {source} has those of {len(saved.groups or ())} "
                 "groups of an optimiser object. Give the Trainer such an "
                 "object.")
-        return partial(self._take, saved, trainer_states.fit(
-            saved, source, replicas.backend, self.optimizer,
-            # Frozen ones too: they may have been trained before.
-            {p.name: p.list_data() for p in replicas.params()},
-            len(replicas), rules), put)
+        return partial(self._take, saved, partial(
+            self._put_rule, saved.learning_rate, trainer_states.fit(
+                saved, source, replicas.backend, self.optimizer, arrays)))
 
-    def _take(self, saved: TrainerStates, states: list[DeviceState],
-              put: Callable[[], None] | None) -> None:
-        scale = self._loss_scale
+    def _put_object(self, own: OptimizerObject, memory: Memory,
+                    arrays: Mapping[str, Any], put: Callable[[], None]
+                    ) -> None:
+        own.load(memory, arrays)
+        put()
+
+    def _put_rule(self, learning_rate: float, states: DeviceState) -> None:
         self._states = states
+        self.optimizer.learning_rate = learning_rate
+
+    def _take(self, saved: TrainerStates, put: Callable[[], None]) -> None:
+        scale = self._loss_scale
+        put()
         self._schedule.restore(self.lr_scheduler, saved.schedule)
         self._counts, self._summed = dict(saved.counts), None
-        self._torn = False
         self.num_update = saved.num_update
-        self.optimizer.learning_rate = saved.learning_rate
-        if put is not None:
-            if self.lr_scheduler is None:
-                put()
-            self._seen = []
-            self._read_given()
         scale.skipped_steps = saved.skipped_steps
         if scale.dynamic and saved.loss_scale is not None:
             scale.value = saved.loss_scale

@@ -16,7 +16,7 @@ FORMAT = "mgpu trainer states 2"
 #: those that can be read
 FORMATS = (FORMAT, "mgpu trainer states 1")
 
-#: of one device: by the name of a parameter, its slots
+#: by the name of a parameter, its slots
 DeviceState = dict[str, dict[str, Any]]
 
 
@@ -47,19 +47,15 @@ def export_slots(backend: Backend, state: Mapping[str, Mapping[str, Any]]
 
 
 def fit(saved: TrainerStates, source: str, backend: Backend,
-        optimizer: Optimizer, arrays: Mapping[str, Sequence[Array]],
-        devices: int, rules: Mapping[str, Optimizer] | None = None
-        ) -> list[DeviceState]:
-    """The states of `saved` as native arrays, for each device.
+        optimizer: Optimizer, arrays: Mapping[str, Array]) -> DeviceState:
+    """The states of `saved` as native arrays.
 
     Parameters
     ----------
     source : str
         What to call `saved` in a message.
-    arrays : mapping of str -> sequence of native arrays
-        Every parameter of the network, on each device.
-    rules : mapping of str -> Optimizer, optional
-        Those of parameters that `optimizer` does not move.
+    arrays : mapping of str -> native array
+        Every parameter of the network.
 
     Raises
     ------
@@ -68,48 +64,62 @@ def fit(saved: TrainerStates, source: str, backend: Backend,
         numbers that no training reaches (a rate of NaN, a count below 0, a
         variance below 0): all of them are listed.
     """
-    own = type(optimizer).__name__
-    wrong = _impossible(saved)
-    if saved.optimizer != own:
-        wrong.append(f"the state of {saved.optimizer} instead of {own}")
+    wrong = _impossible(saved, type(optimizer).__name__)
     known = {*saved.counts, *(name for name, _ in saved.slots)}
     wrong += [f"unknown parameter {name}"
               for name in sorted(known - set(arrays))]
     left = dict(saved.slots)
-    states: list[DeviceState] = [{} for _ in range(devices)]
+    states: DeviceState = {}
     with backend.scope(recording=False):
         for name in saved.counts if not wrong else ():
-            rule = (rules or {}).get(name, optimizer)
-            for state, weight in zip(states, arrays[name], strict=True):
-                state[name] = slots = rule.create_state(weight, backend.ops)
-                for slot, value in slots.items():
-                    found = saved.slots.get((name, slot))
-                    left.pop((name, slot), None)
-                    shape = tuple(getattr(value, "shape", ()))
-                    if found is None:
-                        wrong.append(f"no {slot} of {name}")
-                    elif found.shape != shape or found.dtype.kind != "f":
-                        wrong.append(f"{slot} of {name} with shape "
-                                     f"{found.shape} instead of {shape}, "
-                                     f"dtype {found.dtype}")
-                    elif optimizer.built_in and slot in NEVER_NEGATIVE \
-                            and (found < 0).any():
-                        wrong.append(f"{slot} of {name} below 0")
-                    elif backend.is_native(value):
-                        value[...] = backend.put(found, value)
-                    else:
-                        slots[slot] = found.item()
-    wrong = wrong or [f"unused {slot} of {name}" for name, slot in left]
+            states[name] = slots = optimizer.create_state(arrays[name],
+                                                          backend.ops)
+            for slot, value in slots.items():
+                found = saved.slots.get((name, slot))
+                left.pop((name, slot), None)
+                shape = tuple(getattr(value, "shape", ()))
+                if found is None:
+                    wrong.append(f"no {slot} of {name}")
+                elif found.shape != shape or found.dtype.kind != "f":
+                    wrong.append(f"{slot} of {name} with shape "
+                                 f"{found.shape} instead of {shape}, "
+                                 f"dtype {found.dtype}")
+                elif optimizer.built_in and slot in NEVER_NEGATIVE \
+                        and (found < 0).any():
+                    wrong.append(f"{slot} of {name} below 0")
+                elif backend.is_native(value):
+                    value[...] = backend.put(found, value)
+                else:
+                    slots[slot] = found.item()
+    _refuse(source, wrong or [f"unused {slot} of {name}"
+                              for name, slot in left])
+    return states
+
+
+def check(saved: TrainerStates, source: str, own: str,
+          arrays: Mapping[str, Array]) -> None:
+    """Raise ValueError as `fit` does, for states of an optimizer object of
+    the class `own`, whose memory of `arrays` has their shapes."""
+    wrong = _impossible(saved, own)
+    for (name, slot), value in saved.slots.items():
+        shape = tuple(arrays[name].shape) if name in arrays else value.shape
+        if value.shape not in ((), shape, (*shape[:1], 1)):
+            wrong.append(f"{slot} of {name} with shape {value.shape} "
+                         f"instead of {shape}")
+    _refuse(source, wrong)
+
+
+def _refuse(source: str, wrong: Sequence[str]) -> None:
     if wrong:
         raise ValueError(
             f"{source} must hold the states of this trainer; "
             f"received {'; '.join(dict.fromkeys(wrong))}. Load it into a "
             "trainer with the same optimiser and network.")
-    return states
 
 
-def _impossible(saved: TrainerStates) -> list[str]:
-    """The numbers of `saved` that no training reaches."""
+def _impossible(saved: TrainerStates, own: str) -> list[str]:
+    """The numbers of `saved` that no training reaches, and another class
+    than `own`."""
     counts = {"num_update": saved.num_update,
               "skipped_steps": saved.skipped_steps,
               **{f"the count of {name}": t
@@ -122,6 +132,8 @@ def _impossible(saved: TrainerStates) -> list[str]:
     if not is_number(saved.learning_rate) \
             or not 0 <= saved.learning_rate < float("inf"):
         wrong.append(f"learning_rate {saved.learning_rate!r}")
+    if saved.optimizer != own:
+        wrong.append(f"the state of {saved.optimizer} instead of {own}")
     return wrong
 
 

@@ -333,13 +333,12 @@ def measure_statistics(settings: Settings) -> dict[str, Any]:
     start = replicas.export_numpy()
     unbiased = UnbiasedVariance(replicas)
     loss = mgpu.losses.SoftmaxCrossEntropyLoss()
-    for replica, X_shard, y_shard in zip(
-            replicas, *mgpu.split_batch(X, y, replicas.devices)):
-        with mgpu.record():     # one by one: the book's size needs 2.5 GB
-            losses = loss(replica(X_shard), y_shard)
-        mgpu.backward(losses)
-        mgpu.to_numpy(losses)
-        del losses
+    X_shards, y_shards = mgpu.split_batch(X, y, replicas.devices)
+    with mgpu.record():
+        losses = [*map(loss, replicas(X_shards), y_shards)]
+    mgpu.backward(losses)
+    mgpu.synchronize(replicas.devices)
+    del losses
     unbiased.stepped(shard_rows(len(y), 2))
     after = replicas.export_numpy(all_devices=True)
     between: dict[str, list[float]] = {"running_mean": [], "running_var": []}

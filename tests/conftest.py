@@ -210,7 +210,7 @@ def _mark_fast(items):
                 "slow"):
             continue
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        engine = params.get("engine", params.get("backend")) or ""
+        engine = str(params.get("engine", params.get("backend")) or "")
         key = *_place(item), engine.partition("-")[0]
         if key not in seen or item.get_closest_marker("cases"):
             seen.add(key)

@@ -1,5 +1,7 @@
 """What tests of training do: a batch, a small network in float64 on devices,
 its passes and steps by hand, its values on every device, and comparisons."""
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -107,26 +109,34 @@ def check_as_on_one_device(engine, devices, go, make=sgd):
 # -- passes of the framework's own --------------------------------------------
 
 def train_natively(replicas, X, y):
-    """Passes as in Gluon's own loop, ``net(x)`` for each shard."""
+    """Passes of the framework's own: the network itself, on its device, and
+    ``loss.backward()``."""
+    X, y = (mgpu.put(a, replicas.devices[0]) for a in (X, y))
     with mgpu.record():
-        losses = [LOSS(replicas.net(x), label) for x, label in zip(
-            *mgpu.split_batch(X, y, replicas.devices)) if len(x)]
-    for one in losses:
-        (one.sum() if hasattr(one, "grad_fn") else one).backward()
+        losses = LOSS(replicas.net(X), y)
+        losses = losses.sum() if hasattr(losses, "grad_fn") else losses
+    losses.backward()
+
+
+@contextlib.contextmanager
+def double_states():
+    """Inside, optimizers of MXNet's make states of float64. Some make them
+    of float32, which their kernels refuse."""
+    from mxnet import optimizer
+    with pytest.MonkeyPatch.context() as patch:
+        zeros = optimizer.optimizer.zeros
+        patch.setattr(optimizer.optimizer, "zeros", lambda *a, **k: zeros(
+            *a[:2], **{**k, "dtype": "float64"}))
+        yield
 
 
 def trained_by_gluon(make, between=lambda i: None, steps=None):
     """`values` of `mlp` on one device, trained by real Gluon trainers, on
     batches of `DYADIC` rows. `make(net)`: these; `steps(i)`: which of them
     take step i; `between(i)` is called after it."""
-    with using_engine("mxnet-nd") as backend, \
-            pytest.MonkeyPatch.context() as patch:
-        from mxnet import autograd, gluon, optimizer
+    with using_engine("mxnet-nd") as backend, double_states():
+        from mxnet import autograd, gluon
         net = initialize(mlp(backend), on(0)).net
-        # Some make states of float32, which their kernels refuse.
-        zeros = optimizer.optimizer.zeros
-        patch.setattr(optimizer.optimizer, "zeros", lambda *a, **k: zeros(
-            *a[:2], **{**k, "dtype": "float64"}))
         trainers, loss = make(net), gluon.loss.SoftmaxCrossEntropyLoss()
         for i, rows in enumerate(DYADIC):
             X, y = (mgpu.put(a, mgpu.cpu(0)) for a in batch(rows, i))

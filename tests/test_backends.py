@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
+import forked
 import mgpu
 from conftest import BACKENDS
 from mgpu import (BackendNotAvailable, available_backends, environment,
@@ -317,7 +318,7 @@ def test_a_wrong_setting_of_kept_memory_is_refused(monkeypatch):
 def test_freed_memory_is_given_back_after_its_use(backend, by):
     """600 MB of arrays: kept within a training, and not after it."""
     out = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _GIVEN_BACK, backend.name, by],
+        [forked.python(), "-W", "ignore", "-c", _GIVEN_BACK, backend.name, by],
         check=True, text=True, stdout=subprocess.PIPE, env={
             **os.environ, "PYTHONPATH": os.pathsep.join(
                 [os.path.dirname(__file__), *sys.path])}).stdout

@@ -5,7 +5,6 @@ Float64 throughout, so that two ways to compute the same sum agree to about
 0.9 instead of float32(0.9) is off by 2e-8, an unbiased variance by 1 / n.
 """
 import warnings
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -378,28 +377,6 @@ def test_one_replica_alone_cannot_train_in_sync(engine):
 
 
 @pytest.mark.parametrize("name", MXNET)
-def test_the_network_itself_cannot_train_in_sync(name, devices):
-    """Gluon's own loop."""
-    with using_engine(name) as engine:
-        replicas = initialize(convnet(engine), devices, "sync")
-        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-        loss = mgpu.losses.SoftmaxCrossEntropyLoss()
-        Xs, ys = mgpu.split_batch(images(7), labels(7), devices)
-        with mgpu.record():
-            losses = [loss(replicas.net(x), y) for x, y in zip(Xs, ys)]
-        mgpu.backward(losses)
-        before = replicas.export_numpy(device=devices[0])
-        with pytest.raises(RuntimeError, match=(
-                "with batch_norm='sync' all replicas train together; "
-                f"received gradients of {len(devices)} devices whose "
-                "passes were calls of the network itself. Call "
-                r"replicas\(shards\) instead of net\(x\).")):
-            trainer.step(7)
-        after = replicas.export_numpy(device=devices[0])
-        assert worst(after, before)[0] == 0
-
-
-@pytest.mark.parametrize("name", MXNET)
 def test_a_hybridized_network_cannot_train_in_sync(name):
     with using_engine(name) as engine:
         net = convnet(engine)
@@ -486,104 +463,6 @@ def test_devices_have_equal_buffers_after_an_error_in_one(
         for p in replicas.buffers():
             for x in p.list_data()[1:]:
                 assert_bit_equal(mgpu.to_numpy(x), mgpu.to_numpy(p.data()))
-
-
-def breakable(engine, places, policy):
-    """Replicas, their trainer, a loss, and a list: Trouble in the places that
-    it names, with a pass, a loss and a schedule among them."""
-    broken = []
-
-    def fail(place):
-        if place in broken:
-            raise Trouble(place)
-
-    def forward(net, x, largest):
-        x = net.bn3(net.bn2(net.bn1(x)))
-        fail("pass")
-        return x
-
-    def loss(pred, label):
-        fail("loss")
-        return None if pred is None else mgpu.losses.L2Loss()(pred, label)
-
-    def schedule(number):
-        fail("schedule")
-        return 0.1
-    replicas = initialize(branching(engine, forward), places, policy)
-    return (replicas, mgpu.Trainer(replicas, "sgd", lr_scheduler=schedule),
-            loss, broken)
-
-
-@pytest.mark.parametrize("where, policy, rows", [
-    ("loss", "average", 8), ("schedule", "average", 8),
-    ("pass", "sync", 2), ("no step", "sync", 2)])
-def test_a_batch_that_is_given_up_leaves_equal_statistics(
-        engine, devices, where, rows, policy):
-    """In a step by hand: at once, and after the next step; under "sync" those
-    of one device."""
-    found = []
-    for places in (on(1), devices):
-        replicas, trainer, loss, broken = breakable(engine, places, policy)
-        for n, place in ((8, ""), (rows, where), (8, "")):
-            broken[:] = [place]
-            Xs, ys = mgpu.split_batch(images(n), images(n, seed=1), places)
-            with pytest.raises(Trouble) if place not in ("", "no step") \
-                    else nullcontext():
-                with mgpu.record():
-                    losses = mgpu.parallel(loss, replicas(Xs), ys)
-                mgpu.backward(losses)
-                if place != "no step":
-                    trainer.step(n)
-            if place:
-                replicas.zero_grad()
-                if place != "no step":      # as mgpu.save_checkpoint
-                    replicas.give_up()
-            replicas.check_equal()
-            for p in replicas.buffers():
-                for x in p.list_data()[1:]:
-                    assert_bit_equal(mgpu.to_numpy(x),
-                                     mgpu.to_numpy(p.data()))
-        found.append(replicas.export_numpy())
-    for name, x in found[0].items() if policy == "sync" else ():
-        # Absolute: a mean behind another norm is zero, to rounding.
-        assert abs(found[1][name] - x).max() < 1e-12
-
-
-@pytest.mark.parametrize("where, policy, rows", [
-    ("pass", "per_device", 2), ("schedule", "average", 8),
-    ("loss", "sync", 7), ("goes on", "sync", 7)])
-def test_a_step_is_done_whole_or_not_at_all(engine, devices, where, rows,
-                                            policy):
-    """Running statistics and counters too, on every device: those of a run
-    without the batch; or with it, where an update follows after all."""
-    found = []
-    for place in ("", where):
-        replicas, trainer, loss, broken = breakable(engine, devices, policy)
-        batches = [(8, ""), (rows, place), (8, "")]
-        if not place and where != "goes on":
-            del batches[1]
-        for n, here in batches:
-            broken[:] = ["schedule" if here == "goes on" else here]
-            before = buffers(replicas)
-            with pytest.raises(Trouble) if here else nullcontext():
-                mgpu.train_batch(images(n, seed=n), images(n, seed=1),
-                                 replicas, loss, trainer)
-            if here:
-                replicas.check_equal()
-                assert buffers(replicas) == before
-            if here == "goes on":
-                broken.clear()
-                trainer.update(n)
-            elif here:
-                replicas.zero_grad()
-        found.append(buffers(replicas))
-    assert found[0] == found[1] != before
-
-
-def buffers(replicas):
-    """The bytes on every device."""
-    return {p.name: [mgpu.to_numpy(x).tobytes() for x in p.list_data()]
-            for p in replicas.buffers()}
 
 
 @pytest.mark.timeout(120)

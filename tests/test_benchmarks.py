@@ -13,6 +13,7 @@ from benchmarks import __main__ as benchmarks   # noqa: E402
 from benchmarks import memory                   # noqa: E402
 from benchmarks import processes                # noqa: E402
 from benchmarks import scaling_model            # noqa: E402
+import forked                                   # noqa: E402
 from conftest import BACKENDS                   # noqa: E402
 
 
@@ -48,7 +49,7 @@ LOOPS = [{"loop": loop, "engine": name} for name in BACKENDS
 def test_contenders_train_when_they_are_told_to(loop):
     spec = {**loop, "model": "tiny", "batch": 8, "devices": 2}
     out = subprocess.run(
-        [sys.executable, "-m", "benchmarks.contenders", json.dumps(spec)],
+        [forked.python(), "-m", "benchmarks.contenders", json.dumps(spec)],
         cwd=ROOT, input="2\n1\n", text=True, timeout=100, check=True,
         stdout=subprocess.PIPE).stdout.splitlines()
     assert [sorted(json.loads(line)) for line in out] == [
@@ -73,8 +74,10 @@ def test_memory_grows_by_parameters_and_gradients(backend):
         ("torch", {"what": "steps", "who": "ddp"}, ["ddp"]),
         ("mxnet", {"what": "gradients"}, ["mgpu", "kvstore", "gloo"]))
     if name in BACKENDS])
-def test_two_processes_do_the_same_work_as_others(spec, contenders):
+def test_two_processes_do_the_same_work_as_others(spec, contenders,
+                                                  monkeypatch):
     """It raises where their results differ."""
+    monkeypatch.setattr(sys, "executable", forked.python())
     found = processes.job({**spec, "model": "tiny", "batch": 8,
                            "rounds": 2, "round": 0.1, "limit": 100})
     assert list(found) == contenders

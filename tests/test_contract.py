@@ -4,13 +4,13 @@ test_contract_gradients.py, threads in test_contract_parallel.py."""
 import inspect
 import os
 import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import forked
 import mgpu
 from conftest import BACKENDS
 from contract import gradient, leaf, modes, recording
@@ -44,12 +44,10 @@ def parameters(function):
 
 def test_signatures_are_those_of_the_specification(backend):
     network = backend.network(mlp(backend))
-    replica, = network.replicate([cpu(0)])
     checked = 0
     for own, specification in ((backend, base.Backend),
                                (backend.ops, base.Ops),
-                               (network, base.Network),
-                               (replica, base.Replica)):
+                               (network, base.Network)):
         assert isinstance(own, specification)
         for name, method in vars(specification).items():
             if callable(method) and not name.startswith("_"):
@@ -239,7 +237,7 @@ def test_what_is_no_network_is_refused(backend):
                          if "torch" in BACKENDS else [])
 def test_a_wrong_number_of_threads_is_refused(value):
     done = subprocess.run(
-        [sys.executable, "-c", "import mgpu; mgpu.set_backend('torch')"],
+        [forked.python(), "-c", "import mgpu; mgpu.set_backend('torch')"],
         env={**os.environ, "MGPU_THREADS_PER_DEVICE": value},
         capture_output=True, text=True, timeout=120)
     assert f"1 or more; received '{value}'" in done.stderr

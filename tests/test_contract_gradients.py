@@ -17,6 +17,11 @@ def backend(engine):
     return engine
 
 
+TORCH, MXNET = (pytest.mark.parametrize("engine", [
+    name for name in ENGINES if (name == "torch") is torch], indirect=True)
+    for torch in (True, False))
+
+
 # -- gradients ----------------------------------------------------------------
 
 def test_a_gradient_starts_as_zeros(backend):
@@ -60,8 +65,10 @@ def test_grad_req_null_is_left_alone(backend):
     assert gradient(backend, x) == [2, 4]
 
 
+@MXNET
 def test_a_gradient_that_is_held_stays_the_gradient(backend):
-    """What `grad` gave before the loop shows every later backward pass."""
+    """What `grad` gave before the loop shows every later backward pass. (On
+    torch each makes an array, as after ``zero_grad()``.)"""
     x = leaf(backend, [1.0, 2.0])
     held = backend.grad(x)
     for scale in (1.0, 2.0):
@@ -201,16 +208,7 @@ def test_the_same_loss_twice_counts_twice(backend):
     assert gradient(backend, x) == [4, 4]
 
 
-# -- whose batch a gradient is of, and who wrote it ---------------------------
-
-TORCH, MXNET = (pytest.mark.parametrize("engine", [
-    name for name in ENGINES if (name == "torch") is torch], indirect=True)
-    for torch in (True, False))
-
-
-def watch(backend, columns, requests=None):
-    return backend.watch_gradients(columns,
-                                   requests or ["write"] * len(columns[0]))
+# -- passes of the frameworks' own --------------------------------------------
 
 
 def losses_of(backend, columns):
@@ -220,74 +218,6 @@ def losses_of(backend, columns):
 
 def fresh(backend, columns):
     return [backend.is_fresh(x) for leaves in columns for x in leaves]
-
-
-@pytest.mark.parametrize("abandoned", [[1], [2, 0]])
-def test_losses_that_are_given_together_are_one_batch(backend, abandoned):
-    """Whatever was left on some of the devices."""
-    columns = [[leaf(backend, [1.0], cpu(i))] for i in range(3)]
-    _kept = watch(backend, columns)
-    for i in abandoned:
-        backend.backward(losses_of(backend, [columns[i]]))
-    for some in ([0, 1, 2], [1, 2], [1]):
-        backend.backward(losses_of(backend, [columns[i] for i in some]))
-        assert fresh(backend, columns) == [i in some for i in range(3)]
-
-
-def test_a_new_batch_voids_what_its_pass_does_not_reach(backend):
-    columns = [[leaf(backend, [1.0], cpu(i)) for _ in range(2)]
-               for i in range(2)]
-    _kept = watch(backend, columns)
-    backend.backward(losses_of(backend, columns))
-    backend.backward(losses_of(backend, [columns[0][:1]]))
-    assert fresh(backend, columns) == [True, False, False, False]
-
-
-def test_passes_tell_the_latest_batch(backend):
-    """Each pass by the numbers of the devices that it reaches."""
-    for passes, batch in (
-            ("0 0 1 1", "01"), ("0 1 1 0", "01"), ("01 0 0 1", "01"),
-            ("0 1 2 0", "0"), ("012 01", "01"), ("0 0 1 1 0 0", "0"),
-            ("0 1 1 1 0 0", "01"), ("0 1 1 01", "01")):
-        columns = [[leaf(backend, [1.0], cpu(i))] for i in range(3)]
-        _kept = watch(backend, columns)
-        for reached in passes.split():
-            backend.backward(losses_of(backend, [columns[int(i)]
-                                                 for i in reached]))
-        assert fresh(backend, columns) == [str(i) in batch for i in range(3)]
-        for x, in columns:      # a step
-            backend.mark_used(x)
-        backend.backward(losses_of(backend, columns[2:]))
-        assert fresh(backend, columns) == [False, False, True]
-
-
-@MXNET
-def test_an_address_is_asked_for_when_the_memory_is_there(backend,
-                                                          monkeypatch):
-    """Sooner loses the result, but only in the microseconds in which the
-    library allots the memory: the test above meets that by chance alone."""
-    from mgpu.backends._mxnet import calls
-    columns = [[leaf(backend, [1.0], cpu(i))] for i in range(2)]
-    _kept = watch(backend, columns)
-    backend.backward(losses_of(backend, columns))
-    real_wait, real_data, waited, asked = (calls.wait_for, calls.data_of,
-                                           set(), [])
-
-    def wait_for(handle):
-        waited.add(handle)
-        return real_wait(handle)
-
-    def data_of(handle):
-        asked.append(handle)
-        return real_data(handle)
-
-    y = backend.put(np.ones(3), cpu(0))
-    result = y * 2
-    monkeypatch.setattr(calls, "wait_for", wait_for)
-    monkeypatch.setattr(calls, "data_of", data_of)
-    result += y
-    handle = result.handle.value
-    assert handle in asked and handle in waited
 
 
 @MXNET
@@ -306,7 +236,6 @@ def test_a_function_of_the_users_is_part_of_the_pass(backend):
             return dy * 3
 
     columns = [[leaf(backend, [1.0], cpu(i))] for i in range(2)]
-    _kept = watch(backend, columns)
     functions = [Triple() for _ in columns]
     with recording(backend):
         losses = [function(x) for function, (x,) in zip(functions, columns)]
@@ -314,7 +243,7 @@ def test_a_function_of_the_users_is_part_of_the_pass(backend):
     go.set()
     for x, in columns:
         assert gradient(backend, x) == [3]
-        assert backend.is_fresh(x) and not backend.edited(x)
+        assert backend.is_fresh(x)
 
 
 @MXNET
@@ -332,37 +261,11 @@ def test_an_error_stays_with_its_arrays(backend):
 
 
 @TORCH
-@pytest.mark.parametrize("edit", [
-    lambda x: x.grad.mul_(0.5), lambda x: setattr(x, "grad", x.grad * 1),
-    lambda x: setattr(x, "grad", None)], ids=["scaled", "replaced", "none"])
-@pytest.mark.parametrize("grad_req", ["write", "add"])
-def test_a_gradient_that_something_else_wrote_is_edited(
-        backend, edit, grad_req):
-    x = leaf(backend, [1.0], grad_req=grad_req)
-    assert not backend.edited(x)
-    for _ in range(2):
-        backend.backward(losses_of(backend, [[x]]))
-        assert not backend.edited(x)
-        edit(x)
-        assert backend.edited(x)
-        backend.mark_used(x)
-        assert backend.edited(x)
-        backend.grad(x)
-        backend.settle(x)
-        assert not backend.edited(x)
-    backend.backward(losses_of(backend, [[x]]))
-    edit(x)
-    backend.backward(losses_of(backend, [[x]]))     # "add" keeps the edit
-    assert backend.edited(x) == (grad_req == "add")
-
-
-@TORCH
 @pytest.mark.parametrize("grad_req", ["write", "add"])
 def test_asking_for_gradients_changes_none(backend, grad_req):
     """`torch.autograd.grad` after and before a backward pass."""
     import torch
     x, y = (leaf(backend, [1.0], grad_req=grad_req) for _ in range(2))
-    watch(backend, [[x], [y]], [grad_req])
     loss, = losses_of(backend, [[x, y]])
     torch.autograd.grad(loss.sum(), [x], retain_graph=True)
     assert fresh(backend, [[x, y]]) == [False, False]
@@ -370,7 +273,6 @@ def test_asking_for_gradients_changes_none(backend, grad_req):
     found = torch.autograd.grad(losses_of(backend, [[x, y]])[0].sum(), [x])
     assert found[0].tolist() == gradient(backend, x) == [2]
     assert fresh(backend, [[x, y]]) == [True, True]
-    assert not backend.edited(x)
 
 
 UNRECORDED = ("backward needs losses that were computed inside mgpu.record() "

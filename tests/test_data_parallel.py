@@ -310,12 +310,52 @@ def test_two_backward_passes(backend, devices):
 
 
 @ON_TORCH
-def test_hooks_on_parameters_see_the_sum_once(backend, devices):
+@COUNTS
+@pytest.mark.parametrize("lengths", [(5, 4, 4, 2), (2, 4, 5, 3, 4)],
+                         ids=["sorted", "unsorted"])
+def test_packed_sequences_are_split_by_their_examples(backend, devices,
+                                                      lengths):
+    import torch
+    from torch import nn
+    from torch.nn.utils import rnn
+
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.out = nn.LSTM(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            y, (h, _) = self.layer(x)
+            return y, h, self.out(h[-1])
+
     def script(wrap):
-        net, seen = wrap(torch_net()), []
+        torch.manual_seed(1)
+        net = Tagger().double()
+        net, layer = wrap(net), net.layer
+        x = rnn.pack_sequence([
+            torch.randn(n, 3).double().requires_grad_() for n in lengths],
+            enforce_sorted=lengths[0] == 5)
+        y, h, out = net(x)
+        assert isinstance(y, rnn.PackedSequence)
+        (y.data.square().sum() + h.sum() + out.square().mean()).backward()
+        return [*(z.detach().numpy().ravel() for z in (
+            y.data, y.batch_sizes, h, out, layer.weight_ih_l0.grad))]
+    same(script, devices)
+
+
+@ON_TORCH
+def test_hooks_on_parameters_see_the_sum_once(backend, devices):
+    import torch
+
+    def script(wrap):
+        plain, seen = torch_net(), []
+        plain.unused = torch.nn.Linear(2, 2)
+        net = wrap(plain)
         for p in net.parameters():
             p.register_hook(lambda g: (seen.append(g.abs().sum().item()),
                                        g * 2)[1])
+            p.register_post_accumulate_grad_hook(
+                lambda p: seen.append(p.grad.abs().sum().item()))
         found = torch_loop(net)
         return [*found, sorted(seen)]
     same(script, devices)
@@ -406,18 +446,36 @@ def test_batch_statistics_of_all_devices(backend, devices):
 
 
 @ON_TORCH
-def test_what_batch_statistics_of_all_devices_do_not_support(backend):
+def test_dropout_between_batch_statistics_of_all_devices(backend, devices):
+    """Draws the same masks in every run, from the stream that all threads
+    share; each device its own."""
     import torch
     from torch import nn
-    X, y = torch_batch(8, 0)
-    for layers, error in (
-            ([nn.Dropout()], "draws random numbers"),
-            ([nn.Linear(6, 3)], "no second derivatives")):
+
+    def outputs():
         net = mgpu.DataParallel(nn.Sequential(
-            nn.BatchNorm1d(6), *layers).double(), on(0, 1), batch_norm="sync")
-        with pytest.raises((NotImplementedError, RuntimeError), match=error):
-            torch.autograd.grad(net(X).sum(), list(net.parameters()),
-                                create_graph=True)
+            nn.Dropout(), nn.BatchNorm1d(6), nn.Dropout()).double(), devices,
+            batch_norm="sync")
+        torch.manual_seed(3)
+        return torch.stack([net(torch.ones(8, 6).double())
+                            for _ in range(4)])
+    first = outputs()
+    for _ in range(3):
+        torch.testing.assert_close(outputs(), first, rtol=0, atol=0)
+    rows = first.reshape(-1, 6).unique(dim=0)
+    assert len(rows) > 16       # of 32: no mask is that of all devices
+
+
+@ON_TORCH
+def test_batch_statistics_of_all_devices_have_no_second_derivatives(backend):
+    import torch
+    from torch import nn
+    net = mgpu.DataParallel(nn.Sequential(
+        nn.BatchNorm1d(6), nn.Linear(6, 3)).double(), on(0, 1),
+        batch_norm="sync")
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(net(torch_batch(8, 0)[0]).sum(),
+                            list(net.parameters()), create_graph=True)
 
 
 @ON_TORCH
@@ -561,6 +619,31 @@ def gluon_loop(net, loss=None, optimizer="sgd", sizes=SIZES):
                                   "Hybrid", "Convolution", "Constant"])
 def test_a_gluon_loop(backend, devices, name):
     same(lambda wrap: gluon_loop(wrap(gluon_net(name))), devices)
+
+
+@COUNTS
+@ON_MXNET
+def test_batch_statistics_of_all_contexts(backend, devices):
+    """``batch_norm="sync"``: those of one device, running ones too, and in
+    predictions."""
+    import mxnet as mx
+    from mxnet.gluon import nn
+
+    def script(wrap):
+        mx.random.seed(0)
+        net = nn.Sequential()
+        net.add(nn.Dense(4, in_units=6), nn.BatchNorm(in_channels=4),
+                nn.Activation("relu"),
+                nn.BatchNorm(in_channels=4, center=False, scale=False),
+                nn.Dense(3, in_units=4))
+        net.initialize(mx.init.Xavier())
+        net.cast("float64")
+        wrapped = wrap(net, batch_norm="sync")
+        found = gluon_loop(wrapped, sizes=(8, 7, 3, 8))
+        X, _ = numbers(9, 9)
+        return [*found, wrapped(mx.nd.array(X, dtype="float64"))
+                .asnumpy().ravel()]
+    same(script, devices)
 
 
 @COUNTS
@@ -759,6 +842,3 @@ def test_other_policies_of_batch_norm(backend):
     net = network(backend, lambda x, y: x)
     with pytest.raises(ValueError, match="'per_device' or 'sync'; got 'all'"):
         mgpu.DataParallel(net, on(0, 1), batch_norm="all")
-    if backend.name == "mxnet":
-        with pytest.raises(NotImplementedError, match="'sync'"):
-            mgpu.DataParallel(net, on(0, 1), batch_norm="sync")

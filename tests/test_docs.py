@@ -4,9 +4,10 @@ output that the page shows; links lead somewhere; generated parts are current.
 The Python blocks of a page run in order in one namespace, in a process of
 their own, on each engine (once where they choose an engine themselves). Each
 shell block runs as pasted, in a scratch folder with the examples, as after
-activating the environment. A ``text`` block is the output of the block before
-it; ``...`` stands for anything, and below ``<!-- numbers vary -->`` any number
-for any other. ``<!-- not run: reason -->`` excuses the block below it.
+activating the environment, with the ``python`` and ``mgpu`` of `forked`. A
+``text`` block is the output of the block before it; ``...`` stands for
+anything, and below ``<!-- numbers vary -->`` any number for any other.
+``<!-- not run: reason -->`` excuses the block below it.
 """
 import json
 import os
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import pytest
 
+import forked
 from conftest import BACKENDS
 from mgpu import environment
 from mgpu.gluon_io import script
@@ -77,59 +79,25 @@ def check_output(page, block, printed):
         f"{page.name}:{block.line} shows\n{block.output}and prints\n{printed}"
 
 
-#: Imports the engine, then forks a process for each line of its input: a
-#: page, a folder, and blocks, [(line, text)]. It prints what each block
-#: printed, or the error, as JSON.
+#: Runs blocks, [[line, text]], and prints what each has printed.
 RUNNER = """
-import contextlib, io, json, os, sys, traceback
-import mgpu
-mgpu.get_backend()
-for line in sys.stdin:
-    page, folder, blocks = json.loads(line)
-    if not os.fork():
-        os.chdir(folder)
-        namespace, printed = {"__name__": "__main__"}, []
-        try:
-            for line, text in blocks:
-                with contextlib.redirect_stdout(io.StringIO()) as out:
-                    exec(compile("\\n" * (line - 1) + text, page, "exec"),
-                         namespace)
-                printed.append(out.getvalue())
-        except BaseException:
-            printed = traceback.format_exc()
-        print(json.dumps(printed), flush=True)
-        os._exit(0)
-    if os.wait()[1]:
-        print(json.dumps("the process was killed"), flush=True)
+import contextlib, io, json, sys
+page, blocks = json.load(sys.stdin)
+namespace, printed = {"__name__": "__main__"}, []
+for line, text in blocks:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile("\\n" * (line - 1) + text, page, "exec"), namespace)
+    printed.append(out.getvalue())
+print(json.dumps(printed))
 """
-
-
-@pytest.fixture(scope="module")
-def run_blocks():
-    """``run_blocks(engine, page, folder, blocks)``: what they print."""
-    servers = {}
-
-    def run(engine, page, folder, todo):
-        if engine not in servers:
-            servers[engine] = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", RUNNER], text=True,
-                env=environment_of_a_person(MGPU_BACKEND=engine),
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        server = servers[engine]
-        print(json.dumps([str(page), str(folder), [
-            (b.line, b.text) for b in todo]]), file=server.stdin, flush=True)
-        return json.loads(server.stdout.readline())
-    yield run
-    for server in servers.values():
-        server.communicate()
 
 
 def environment_of_a_person(**variables):
     """The variables of a shell with the environment activated."""
     own = {k: v for k, v in os.environ.items() if k not in (
         "MGPU_BACKEND", "MGPU_DATA", "MGPU_STRICT_DEVICES")}
-    return {**own, "PATH": f"{Path(sys.executable).parent}:{own['PATH']}",
-            **variables}
+    path = forked.folder(), Path(sys.executable).parent, own["PATH"]
+    return {**own, "PATH": ":".join(map(str, path)), **variables}
 
 
 def of(language):
@@ -154,11 +122,16 @@ def runs():
 
 
 @pytest.mark.parametrize("page, todo, engine", list(runs()))
-def test_python_blocks_run(page, todo, engine, tmp_path, run_blocks):
+def test_python_blocks_run(page, todo, engine, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    found = run_blocks(engine, page, tmp_path, todo)
-    assert isinstance(found, list), found       # else the error
-    for block, printed in zip(todo, found, strict=True):
+    done = subprocess.run(
+        [forked.python(), "-W", "ignore", "-c", RUNNER], cwd=tmp_path,
+        env=environment_of_a_person(MGPU_BACKEND=engine), text=True,
+        input=json.dumps([str(page), [(b.line, b.text) for b in todo]]),
+        capture_output=True)
+    assert done.returncode == 0, done.stderr
+    for block, printed in zip(todo, json.loads(done.stdout.splitlines()[-1]),
+                              strict=True):
         check_output(page, block, printed)
 
 

@@ -1,6 +1,6 @@
 """torch's optimiser and schedule objects, and names of its optimisers, on a
-`Trainer`: the numbers of torch's own loop in float64, or a refusal by name."""
-import gc
+`Trainer`: the numbers of torch's own loop in float64."""
+import copy
 import itertools
 import warnings
 
@@ -226,33 +226,30 @@ def test_a_group_may_be_added_and_a_layer_unfrozen(on_torch):
     assert pair.trainer.export_states().counts["0.weight"] == 2
 
 
-def another_parameter(pair):
-    pair.nets[1][0].weight = nn.Parameter(torch.ones(5, 6))
-
-
-def set_in_the_rule(pair):
-    pair.trainer.optimizer.wd = 0.5
+def another_parameter(net, optimizer):
+    net[0].weight = nn.Parameter(torch.ones(5, 6))
 
 
 def in_a_group(**options):
-    return lambda pair: pair.optimizers[1].param_groups[1].update(options)
+    return lambda net, optimizer: optimizer.param_groups[1].update(options)
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda pair: pair.optimizers[1].param_groups.pop(), "stay in it"),
-    (another_parameter, "of its network"),
-    (set_in_the_rule, "Change the object"),
-    (in_a_group(momentum=0.9), "remembers the same things")])
-def test_a_change_between_steps_that_no_update_follows_is_refused(
-        on_torch, change, words):
-    pair = Pair(two_groups(optim.SGD), on(0, 1))
+@pytest.mark.parametrize("make, change", [
+    (optim.SGD, lambda net, optimizer: optimizer.param_groups.pop()),
+    (optim.SGD, another_parameter), (optim.SGD, in_a_group(momentum=0.9)),
+    (optim.AdamW, in_a_group(decoupled_weight_decay=False)),
+    (optim.Adam, in_a_group(maximize=True)),
+    (optim.Adam, lambda net, optimizer: optimizer.state.clear()),
+    (optim.SGD, lambda net, optimizer: setattr(optimizer, "step", list))])
+def test_what_programs_change_between_steps_counts_as_in_torch(
+        on_torch, make, change):
+    pair = Pair(two_groups(make), on(0, 1))
     pair.step()
-    change(pair)
-    before = values_of(pair.nets[1])
-    backward(pair.replicas, *batch(8))
-    with pytest.raises(ValueError, match=words):
-        pair.trainer.step(8)
-    assert_unmoved(pair.nets[1], before)
+    for net, optimizer in zip(pair.nets, pair.optimizers):
+        change(net, optimizer)
+    for number in range(2):
+        pair.step(5, number)
+        assert pair.gap() < 1e-12
 
 
 def test_an_optimiser_of_the_users_steps_by_summed_gradients(
@@ -334,15 +331,6 @@ def after_a_whole_pass(replicas, optimizer):
     optimizer.step()
 
 
-def on_the_last_device(replicas, optimizer):
-    X, y = batch(8)
-    with mgpu.record():
-        loss = nn.functional.cross_entropy(
-            replicas([None] * (len(replicas) - 1) + [X])[-1], y)
-    mgpu.backward([loss])
-    optimizer.step()
-
-
 def by_hand(replicas, optimizer):
     total = sum(losses_of(replicas, *batch(8)))
     for x, gradient in zip(replicas.net.parameters(), torch.autograd.grad(
@@ -361,17 +349,13 @@ def by_inputs(replicas, optimizer):
     optimizer.step()
 
 
-@pytest.mark.parametrize("way", [
-    after_a_whole_pass, on_the_last_device, by_hand, by_inputs])
-def test_no_way_to_step_by_the_gradients_of_one_device(
-        on_torch, devices, way):
-    net = network()
-    replicas = mgpu.initialize(net, devices)
-    before = values_of(net)
-    with pytest.raises(RuntimeError, match="those of one, after a backward "
-                       f"pass on {len(devices)} devices"):
-        way(replicas, plain_sgd(net))
-    assert_unmoved(net, before)
+@pytest.mark.parametrize("way", [after_a_whole_pass, by_hand, by_inputs])
+def test_an_own_step_applies_the_sum_over_the_devices(on_torch, devices, way):
+    nets = network(), network()
+    for net, places in zip(nets, (devices, devices[:1])):
+        way(mgpu.initialize(net, places), plain_sgd(net))
+    assert gap(*nets) < 1e-12
+    assert gap(nets[0], network()) > 1e-3
 
 
 @pytest.mark.parametrize("request_", ["write", "add"])
@@ -433,42 +417,125 @@ def test_zero_grad_does_not_clear_what_another_trainer_adds_up(on_torch):
         trainer.zero_grad()
 
 
-class Own(optim.SGD):
-    """Of a user's, perhaps with another step."""
+class Own(optim.Optimizer):
+    """Of a user's, with a step and a memory of its own."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    held = self.state[p].setdefault("held",
+                                                    torch.zeros_like(p))
+                    held.lerp_(p.grad, 0.25)
+                    p -= group["lr"] * held.sign() * p.grad.abs().sqrt()
 
 
-def test_what_has_no_counterpart_is_refused_by_name(on_torch):
+def hooked(net):
+    optimizer = plain_sgd(net)
+    optimizer.register_step_post_hook(lambda *_: [
+        p.data.clamp_(-0.25, 0.25) for p in net.parameters()])
+    return optimizer
+
+
+OBJECTS = {
+    "Own": lambda net: Own(net.parameters()), "hooks": hooked,
+    **{cls.__name__: lambda net, cls=cls: cls(net.parameters(), lr=0.01)
+       for cls in (optim.Rprop, optim.ASGD, optim.RAdam, optim.Adafactor)},
+    "maximize": lambda net: optim.SGD(net.parameters(), 0.1, maximize=True),
+    "tensor": lambda net: optim.Adam(net.parameters(), torch.tensor(0.1)),
+    "formulas": lambda net: optim.Adam([
+        {"params": net[0].parameters(), "decoupled_weight_decay": True},
+        {"params": net[2].parameters()}], weight_decay=0.1)}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_any_class_steps_as_in_torchs_own_loop_and_resumes(
+        on_torch, name, tmp_path):
+    pair = Pair(OBJECTS[name], on(0, 1, 2))
+    for number in range(3):
+        pair.step(5, number)
+        assert pair.gap() < 1e-12
+    mgpu.save_checkpoint(tmp_path / "c", pair.replicas, pair.trainer)
+    again = Pair(OBJECTS[name], on(0, 1, 2))
+    mgpu.load_checkpoint(tmp_path / "c", again.replicas, again.trainer)
+    for number in range(3, 5):
+        for one in pair, again:
+            one.step(5, number)
+    assert gap(pair.nets[1], again.nets[1]) == 0 and pair.gap() < 1e-12
+
+
+def test_the_objects_own_step_and_state_dict_are_torchs(on_torch):
+    """Steps of a trainer and of the script alternate; a state goes over to
+    another object."""
+    pair = Pair(two_groups(optim.Adam), on(0, 1))
+    pair.step()
+    X, y = batch(6)
+    for net, optimizer in zip(pair.nets, pair.optimizers):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(X), y).backward()
+        optimizer.step()
+    pair.step(5, 1)
+    again = Pair(two_groups(optim.Adam), on(0, 1, 2))
+    for net, optimizer, own, state in zip(
+            again.nets, again.optimizers, pair.nets, pair.optimizers):
+        net.load_state_dict(own.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(state.state_dict()))
+    again.step(5, 2)
+    pair.step(5, 2)
+    assert pair.gap() < 1e-12 and gap(pair.nets[1], again.nets[1]) < 1e-12
+
+
+@pytest.mark.device_counts(1, 3)
+def test_the_parameters_of_a_loss_are_updated_with_the_networks(
+        on_torch, devices):
+    """Their gradients are divided as the network's are, and cleared."""
+    def weighted(heads):
+        return lambda out, y: (nn.functional.cross_entropy(
+            heads(out), y, reduction="none") * torch.exp(heads.bias[0]))
+    nets, heads, optimizers = [], [], []
+    for _ in range(2):
+        nets.append(network())
+        heads.append(nn.Linear(3, 3))
+        heads[-1].load_state_dict(heads[0].state_dict())
+        optimizers.append(optim.Adam([
+            {"params": nets[-1].parameters()},
+            {"params": heads[-1].parameters(), "lr": 0.05}], 0.1))
+    replicas = mgpu.initialize(nets[1], devices)
+    trainer = mgpu.Trainer(replicas, optimizers[1])
+    for number, rows in enumerate((8, 3, 7)):
+        X, y = batch(rows, number)
+        optimizers[0].zero_grad()
+        weighted(heads[0])(nets[0](X), y).mean().backward()
+        optimizers[0].step()
+        mgpu.train_batch(X, y, replicas, weighted(heads[1]), trainer)
+    assert gap(*nets) < 1e-12 and gap(*heads) < 1e-12
+    assert all(x.grad is None for x in heads[1].parameters())
+    state = trainer.state_dict()
+    assert sum(name.startswith("group 1") for name in state["slots"]) == 4
+    trainer.load_state_dict(state)
+
+
+def test_an_optimiser_that_no_trainer_steps_is_refused(on_torch):
     net = network()
     replicas = mgpu.initialize(net, on(0, 1))
-    one_too_many = [*net.parameters(), nn.Parameter(torch.ones(2))]
-    stepped, hooked, patched = (plain_sgd(net) for _ in range(3))
-    net(batch(2)[0]).sum().backward()
-    stepped.state[net[0].weight] = {"momentum_buffer": torch.ones(5, 6)}
-    hooked.register_step_post_hook(lambda *_: None)
-    patched.step = lambda: None
+    grouped = two_groups(optim.SGD)(net)
     for wrong, words in (
-            *((cls(net.parameters()), cls.__name__) for cls in (
-                optim.LBFGS, optim.SparseAdam, optim.Rprop, optim.ASGD,
-                optim.RAdam, optim.Adafactor, Own)),
-            (optim.SGD(net.parameters(), maximize=True), "maximize=True"),
-            (optim.Adam(net.parameters(), differentiable=True),
-             "differentiable=True"),
+            (optim.LBFGS(net.parameters()), "LBFGS.*closure"),
             (optim.Adam, "the class torch.optim.Adam"),
-            (optim.SGD(nn.LazyLinear(2).parameters()),
-             "received others: group 0, number 0; group 0, number 1"),
-            (optim.SGD(net.parameters(), torch.tensor(0.1)),
-             "learning_rate must be a finite number.*tensor"),
-            (optim.SGD(network().parameters()),
-             r"received others: group 0, number 0, of shape \(5, 6\)"),
-            (optim.SGD(one_too_many),
-             r"received others: group 0, number 4, of shape \(2,\)"),
-            (stepped, "a state of its own"), (hooked, "hooks on its step"),
-            (patched, "a step put in the place"),
-            (optim.Adam([{"params": net[0].parameters(),
-                          "decoupled_weight_decay": True},
-                         {"params": net[2].parameters()}]), "one formula")):
+            (optim.SGD(network().parameters()), "has none of them")):
         with pytest.raises((ValueError, TypeError), match=f"(?s){words}"):
             mgpu.Trainer(replicas, wrong)
+    trainer = mgpu.Trainer(replicas, grouped)
+    replicas.params()[0].lr_mult = 2.0
+    before = values_of(net)
+    backward(replicas, *batch(8))
+    with pytest.raises(ValueError, match="'0.weight'. Make a group"):
+        trainer.step(8)
+    assert_unmoved(net, before)
 
 
 @pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW])
@@ -481,42 +548,6 @@ def test_the_decay_is_that_of_the_group(on_torch, devices, cls, decoupled):
     for _ in range(3):
         pair.step()
     assert pair.gap() < 1e-12
-
-
-def test_a_decay_stays_what_it_was_at_first(on_torch):
-    pair = Pair(lambda net: optim.AdamW(net.parameters()), on(0, 1))
-    pair.step()
-    before = values_of(pair.nets[1])
-    pair.optimizers[1].param_groups[0]["decoupled_weight_decay"] = False
-    with pytest.raises(ValueError, match="keeps its formula"):
-        pair.step()
-    assert_unmoved(pair.nets[1], before)
-
-
-def test_the_objects_own_step_and_states_are_refused_while_a_trainer_has_it(
-        on_torch):
-    pair = Pair(plain_sgd, on(0, 1))
-    optimizer = pair.optimizers[1]
-    state = optimizer.__getstate__()
-    late = mgpu.Trainer(pair.replicas, optimizer)
-    pair.step()
-    before = values_of(pair.nets[1])
-    for call, cure in ((optimizer.step, "trainer.step"),
-                       (optimizer.state_dict, "trainer.state_dict"),
-                       (lambda: optimizer.load_state_dict(state),
-                        "trainer.load_state_dict")):
-        with pytest.raises(RuntimeError, match=cure):
-            call()
-    assert_unmoved(pair.nets[1], before)
-    backward(pair.replicas, *batch(8))
-    with pytest.raises(ValueError, match="another Trainer has stepped with"):
-        late.step(8)
-    with pytest.raises(ValueError, match="another Trainer has stepped with"):
-        mgpu.Trainer(pair.replicas, optimizer)
-    pair.replicas.zero_grad()
-    del pair, call, late    # the replicas, which know their last trainer, too
-    gc.collect()
-    optimizer.step()
 
 
 def test_set_learning_rate_writes_to_the_groups(on_torch):

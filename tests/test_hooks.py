@@ -11,8 +11,7 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
-from nets import (mlp, normalised, perceptron, plain_or_replicated,
-                  trains_as_plain)
+from nets import mlp, perceptron, plain_or_replicated, trains_as_plain
 
 TORCH = pytest.mark.parametrize("backend", [
     name for name in BACKENDS if name == "torch"], indirect=True)
@@ -60,19 +59,19 @@ def test_hooks_on_parameters_act_on_every_device(backend, devices, when,
 
 
 @TORCH
-@pytest.mark.device_counts(2)
-def test_a_hook_on_several_parameters_is_refused_on_several_devices(
-        backend, devices):
-    """It counts the gradients of the first device."""
+def test_a_hook_on_several_parameters_gets_the_sums(backend, devices):
     import torch
-    found, net = [], perceptron()
-    before = net[0].weight.detach().clone()
-    torch.autograd.graph.register_multi_grad_hook(
-        list(net.parameters()), found.append)
-    with pytest.raises(ValueError, match="received torch.autograd.graph."
-                       "register_multi_grad_hook"):
-        plain_or_replicated(net, devices)
-    assert (net[0].weight == before).all() and not found
+    found = []
+    for places in (None, devices):
+        net = perceptron()
+        torch.autograd.graph.register_multi_grad_hook(
+            list(net.parameters()), lambda gradients: found.append(
+                [g.numpy().copy() for g in gradients]))
+        plain_or_replicated(net, places, 1)
+    (plain, sums) = found
+    for one, other in zip(plain, sums, strict=True):
+        # of the mean of 12 rows, and of their sum
+        assert np.abs(one * 12 - other).max() < 1e-12
 
 
 # -- on modules, and attributes -----------------------------------------------
@@ -173,39 +172,7 @@ def test_attributes_and_hooks_of_layers_follow_replica_0(backend, devices,
     trains_as_plain(configured, devices, CHANGES[change])
 
 
-@TORCH
-def test_gradients_of_a_layer_are_taken_from_its_output(backend, devices):
-    """What the refusal of a backward hook says, and a backward hook that
-    writes to its module."""
-    import torch
-    from torch import nn
-
-    class Net(nn.Sequential):
-        def forward(self, x):
-            h = self[0](x)
-            return self[2](self[1](h)), h
-    net, plain = Net(*perceptron()), Net(*perceptron())
-    for one in (net, plain):
-        one[0].register_full_backward_hook(
-            lambda m, before, after: setattr(m, "kept", after[0]))
-    x = np.random.default_rng(0).normal(size=(7, 6))
-    out, h = plain(torch.from_numpy(x))
-    h.retain_grad()
-    out.square().sum().backward()
-    replicas = mgpu.initialize(net, devices)
-    shards, _ = mgpu.split_batch(x, x, replicas.devices)
-    with mgpu.record():
-        outputs = replicas(shards)
-        for _, own in outputs:
-            own.retain_grad()
-        mgpu.backward([out.square().sum() for out, _ in outputs])
-    assert (torch.cat([own.grad for _, own in outputs])
-            - h.grad).abs().max() < 1e-12
-    assert (torch.cat([r.module[0].kept for r in replicas.of_engine()])
-            - plain[0].kept).abs().max() < 1e-12
-
-
-# -- what has no meaning on several devices -----------------------------------
+# -- hooks that keep what they see --------------------------------------------
 
 class Taker:
     def __init__(self):
@@ -221,58 +188,31 @@ def _closure(found):
     return put
 
 
-#: forward hooks that keep what they see in one place for all devices
-HOOKS = {"closure": lambda: _closure({}), "method": lambda: Taker().take}
+def _writes_to_its_module(module, inputs, output):
+    module.kept = output * 2
+    return module.kept * 1
+
+
+HOOKS = {"closure": lambda: _closure({}), "method": lambda: Taker().take,
+         "attribute": lambda: _writes_to_its_module}
 
 
 @pytest.mark.parametrize("way", HOOKS)
-def test_a_hook_keeps_nothing_where_devices_share_it(engine, devices, way):
-    """By hand and in train_batch; nothing has changed then."""
-    net = mlp(engine, (6, 5, 4))
-    replicas = mgpu.initialize(net, devices, "uniform")
-    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
-    net[2].register_forward_hook(HOOKS[way]())
-    x = np.random.default_rng(0).normal(size=(7, 6)).astype("float32")
-    shards, _ = mgpu.split_batch(x, x, devices)
-    before = replicas.export_numpy()
-
-    def by_hand():
-        with mgpu.record():
-            replicas(shards)
-
-    def step():
-        mgpu.train_batch(x, x[:, :4], replicas, mgpu.losses.L2Loss(), trainer)
-    for call in (by_hand, step):
-        with pytest.raises(ValueError, match="on several devices a forward "
-                           "hook keeps tensors on its module, of which each "
-                           "device has one; received "):
-            call()
-        for name, value in replicas.export_numpy().items():
-            assert (value == before[name]).all()
-
-
-def _writes_to_its_module(factors):
-    def hook(module, inputs, output):
-        own = output * mgpu.to_numpy(factors).item()
-        module.kept = own * 1
-        return own
-    return hook
-
-
-def test_a_hook_may_read_arrays_and_write_to_its_module(engine, devices):
+def test_what_a_forward_hook_keeps(engine, devices, way):
+    """It changes no number; on the module it is joined."""
     found, x = [], np.random.default_rng(0).normal(size=(7, 6))
-    for on_devices in (devices, devices[:1]):
+    for places in (devices, devices[:1]):
         net = mlp(engine, (6, 5, 4))
-        net[2].register_forward_hook(_writes_to_its_module(
-            engine.put(np.float32([2]), devices[0])))
-        replicas = mgpu.initialize(net, on_devices, "uniform", seed=1,
+        net[2].register_forward_hook(HOOKS[way]())
+        replicas = mgpu.initialize(net, places, "uniform", seed=1,
                                    dtype="float64")
         trainer = mgpu.Trainer(replicas, "sgd")
         for _ in range(2):
             mgpu.train_batch(x, x[:, :4], replicas, mgpu.losses.L2Loss(),
                              trainer)
         found.append(replicas.export_numpy())
-        assert net[2].kept.shape == (7 if len(on_devices) == 1 else 3, 4)
+        if way == "attribute":
+            assert net[2].kept.shape == (7, 4)
     for name, value in found[0].items():
         assert np.abs(found[1][name] - value).max() < 1e-12, name
 
@@ -303,130 +243,130 @@ def _made_in_forward(net, found):
 
 
 @TORCH
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("put", [_full, _made_in_forward],
                          ids=lambda f: f.__name__)
-def test_a_backward_hook_keeps_nothing_where_devices_share_it(
-        backend, devices, put):
-    """By hand, with mgpu's backward and with torch's own, in train_batch,
-    and in gradients of predictions; one device at a time may."""
-    x = np.random.default_rng(0).normal(size=(7, 6))
-    net, found = normalised(), {}
-    put(net, found)
-    replicas = mgpu.initialize(net, devices)
-    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
-    before = net[0].weight.detach().clone()
-    shards, _ = mgpu.split_batch(x, x, replicas.devices)
-
-    def losses(**mode):
-        with mgpu.record(**mode):
-            return [out.sum() for out in replicas(shards)]
-
-    def natively():
-        sum(losses()).backward()
-        trainer.step(7)
-    for call in (lambda: mgpu.backward(losses()),
-                 lambda: mgpu.backward(losses(train_mode=False)), natively,
-                 lambda: mgpu.train_batch(x, x[:, :4], replicas,
-                                          mgpu.losses.L2Loss(), trainer)):
-        found.clear()
-        with pytest.raises(ValueError, match=r"on several devices a \w+ hook "
-                           r"keeps tensors .*retain_grad\(\)"):
-            call()
-        assert (net[0].weight == before).all()
-        replicas.zero_grad()
-    for loss in losses():       # one at a time: read in between
-        mgpu.backward(loss)
-    with mgpu.record():
-        for i, shard in enumerate(shards):
-            mgpu.backward(replicas[i](shard).sum())
+def test_what_a_backward_hook_keeps_changes_no_number(backend, devices, put):
+    trains_as_plain(perceptron, devices, lambda net: put(net, {}))
 
 
-def _one_step(net, devices, x):
-    """Replicas of `net`, their trainer, and a function that takes a step."""
-    replicas = mgpu.initialize(net, devices)
-    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1,
-                                             "momentum": 0.9})
+def _keeping(how):
+    """A network with a dropout layer that keeps a gradient in an attribute,
+    and a number of backward passes."""
+    import torch
+    from torch import nn
 
-    def step(dtype="float64"):
-        mgpu.train_batch(x.astype(dtype), x[:, :4].astype(dtype), replicas,
-                         mgpu.losses.L2Loss(), trainer)
-    step()
-    return replicas, trainer, step
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 4)
+            self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.0)
+            self.passes, self.kept = 0, None
+            if how == "layer":
+                self.a.register_full_backward_hook(self.keep)
 
+        def keep(self, *given):
+            self.passes += 1
+            gradient = given[-1]
+            self.kept = gradient[0] if how == "layer" else gradient
 
-X = np.random.default_rng(0).normal(size=(7, 6))
+        def forward(self, x):
+            y = self.a(x)
+            if how == "tensor" and y.requires_grad:
+                self.features = y
+                y.register_hook(self.keep)
+            return self.norm(self.drop(self.b(y)))
+    torch.manual_seed(0)
+    return Net().double()
 
 
 @TORCH
-@pytest.mark.parametrize("change", [
-    lambda net: net.float(), lambda net: net.half(),
-    lambda net: setattr(net[0].weight, "data", net[0].weight.data.t())],
-    ids=["float", "half", "shape"])
-def test_another_dtype_or_shape_is_refused(backend, devices, change,
-                                           tmp_path):
-    """In the middle of a training: by a pass, and by a checkpoint."""
-    net = perceptron()
-    replicas, trainer, step = _one_step(net, devices, X)
-    before = [mgpu.to_numpy(p.list_data()[1]) for p in replicas.params()]
-    change(net)
-    then = [p.data.clone() for p in net.parameters()]
-    dtype = str(net[0].weight.dtype).removeprefix("torch.")
-    for call in (lambda: step(dtype), lambda: mgpu.save_checkpoint(
-            tmp_path / "x", replicas, trainer)):
-        with pytest.raises((ValueError, RuntimeError),
-                           match="force_reinit=True"):
-            call()
-    assert all((p == x).all() for p, x in zip(net.parameters(), then))
-    for p, x in zip(replicas.params(), before):
-        assert (mgpu.to_numpy(p.list_data()[1]) == x).all()
-    if dtype == "float32":      # made anew, it trains
-        replicas = mgpu.initialize(net, devices, init="keep",
-                                   force_reinit=True)
-        mgpu.train_batch(X.astype(dtype), X[:, :4].astype(dtype), replicas,
-                         mgpu.losses.L2Loss(), mgpu.Trainer(replicas, "sgd"))
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("how", ["tensor", "layer"])
+def test_attributes_that_a_backward_hook_sets_are_the_networks(
+        backend, devices, how):
+    """As in Grad-CAM: arrays of all rows, on one device or on several."""
+    x = np.random.default_rng(0).normal(size=(4 * len(devices), 6))
+    x = np.concatenate([x[:4]] * len(devices))  # the same batch statistics
+    net = _keeping(how)
+    replicas = mgpu.initialize(net, devices)
+    for step in range(3):
+        plain = _keeping(how)
+        (plain(replicas.backend.put(x, devices[0])) ** 2).sum().backward()
+        with mgpu.record():
+            losses = [(y ** 2).sum() for y in replicas(
+                mgpu.split_and_load(x, devices))]
+        mgpu.backward(losses)
+        assert net.passes == step + 1 and plain.passes == 1
+        assert net.kept.shape == plain.kept.shape
+        assert np.abs(mgpu.to_numpy(net.kept - plain.kept)).max() < 1e-12
 
 
-def change_layers(net):
-    """Returns the name of what is new."""
-    if not hasattr(net, "collect_params"):
-        from torch import nn
-        net[1] = nn.Sigmoid()
-        return "1"
-    from mxnet.gluon import nn
-    new = nn.Dense(5, in_units=5)
-    new.initialize(ctx=net[0].weight.list_ctx())
-    net.add(new)
-    return r"3\.weight"
+@TORCH
+def test_what_backward_hooks_keep_is_freed(backend, devices):
+    """Though a hook holds the network, and that a tensor of its graph."""
+    import gc
+    import weakref
+    net, ends = _keeping("tensor"), []
+    replicas = mgpu.initialize(net, devices)
+    for _ in range(4):
+        with mgpu.record():
+            losses = [(y ** 2).sum() for y in replicas(mgpu.split_and_load(
+                np.ones((6, 6)), devices))]
+        mgpu.backward(losses)
+        ends.append(weakref.ref(net.features))
+        del losses
+    gc.collect()
+    # devices go on with their parts of the last but one
+    assert all(end() is None for end in ends[:-2])
 
 
-def test_other_layers_are_refused_until_the_network_is_made_anew(
-        backend, devices):
-    """No trainer would train them."""
-    net = mlp(backend, (6, 6, 5))
-    replicas = mgpu.initialize(net, devices, "uniform")
-    shards = mgpu.split_and_load(np.eye(6, dtype="float32"), devices)
-    replicas(shards)
-    where = change_layers(net)
-    with pytest.raises(RuntimeError, match=f"others under .*'{where}'"):
-        replicas(shards)
-    replicas = mgpu.initialize(net, devices, init="keep", force_reinit=True)
-    assert len(replicas(shards)) == len(devices)
+# -- layers and parameters that are changed -----------------------------------
+
+def another_layer(net):
+    from torch import nn
+    net[1] = nn.Sigmoid()
+
+
+def one_layer_more(net):
+    """Which no trainer moves that was made before."""
+    from torch import nn
+    net.append(nn.Linear(4, 4).double())
+    for p in net[-1].parameters():
+        nn.init.constant_(p, 0.5)
+
+
+@TORCH
+@pytest.mark.parametrize("change", [another_layer, one_layer_more])
+def test_other_layers_run_from_the_next_pass_on(backend, devices, change):
+    trains_as_plain(perceptron, devices, change)
+
+
+@pytest.mark.skipif("mxnet" not in BACKENDS, reason="of Gluon")
+def test_other_layers_of_gluon_are_refused_until_it_is_made_anew(devices):
+    with mgpu.using_backend("mxnet") as backend:
+        from mxnet.gluon import nn
+        net = mlp(backend, (6, 6, 5))
+        replicas = mgpu.initialize(net, devices, "uniform")
+        shards = mgpu.split_and_load(np.eye(6, dtype="float32"), devices)
+        new = nn.Dense(5, in_units=5)
+        new.initialize()
+        net.add(new)
+        with pytest.raises(RuntimeError, match=r"others under .*'3\.weight'"):
+            replicas(shards)
+        replicas = mgpu.initialize(net, devices)
+        assert len(replicas(shards)) == len(devices)
 
 
 @TORCH
 @pytest.mark.parametrize("change, where", [
     (prune, r"0\.weight"),
-    (lambda net: setattr(net[2], "bias", None), r"2\.bias"),
-    (lambda net: setattr(net[0], "bias", net[0].weight), r"0\.bias")],
-    ids=["pruned", "removed", "tied"])
+    (lambda net: setattr(net[2], "bias", None), r"2\.bias")],
+    ids=["pruned", "removed"])
 def test_other_parameters_are_refused_until_the_network_is_made_anew(
         backend, devices, change, where):
-    net = perceptron()
-    replicas = mgpu.initialize(net, devices)
-    shards = mgpu.split_and_load(np.eye(6), devices)
-    change(net)
     with pytest.raises(RuntimeError, match=f"others under .*'{where}'"):
-        replicas(shards)
+        plain_or_replicated(perceptron(), devices, prepare=change)
 
 
 @TORCH

@@ -1,6 +1,5 @@
-"""What a forward pass keeps: each device has its own, as on one device."""
+"""What a forward pass keeps: the network has it, and each device its part."""
 import importlib
-import threading
 import time
 import weakref
 
@@ -91,17 +90,14 @@ def plain(engine, net, data, loss=LOSS, between=lambda net: None):
 
 
 def step(replicas, trainer, X, y, loss=LOSS, how="step"):
-    """One step on the batch: by `train_batch`, by "hand", or by hand with
-    calls of "single" replicas."""
+    """One step on the batch: by `train_batch`, or by "hand"."""
     if how == "step":
         mgpu.train_batch(X, y, replicas, loss, trainer)
         return
     xs, ys = mgpu.split_batch(X, y, replicas.devices)
     with mgpu.record():
-        outputs = replicas(xs) if how == "hand" else [
-            replicas[i](x) for i, x in enumerate(xs)]
         losses = mgpu.parallel(
-            lambda o, y: None if o is None else loss(o, y), outputs, ys)
+            lambda o, y: None if o is None else loss(o, y), replicas(xs), ys)
     mgpu.backward(losses)
     trainer.step(len(X))
 
@@ -141,15 +137,6 @@ def trains_as_plain(engine, new, devices, edit=lambda net: None, *,
     expected = plain(engine, new(), data, LOSS, edit)
     same(trained(new(), devices, data, LOSS, batch_norm, how, edit),
          expected)
-
-
-def refused_and_unchanged(call, net, match):
-    """Twice, and the weights stay."""
-    before = values(net)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=match):
-            call()
-    assert all((x == y).all() for x, y in zip(values(net), before))
 
 
 def _number(net, x, F):
@@ -194,7 +181,7 @@ def _in_a_configuration(net, x, F):
 WAYS = [(_number, {"count": 0}, "per_device", "step"),
         (_number, {"count": 0}, "per_device", "hand"),
         (_in_a_list, {"counts": lambda: [0], "seen": list},
-         "per_device", "single"),
+         "per_device", "step"),
         (_in_an_array, {"array": lambda: np.zeros(2)}, "average", "step"),
         (_in_a_configuration, {"config": lambda: ItemsAsAttributes(
             inner=[ItemsAsAttributes(count=0)])}, "per_device", "step"),
@@ -298,8 +285,6 @@ def counting(how, engine):
             else:
                 net.n = net.n + 1
             n = net.n
-        elif how == "generator":
-            n = 1 + F.rand((), generator=net.n[0], dtype=x.dtype)
         else:
             net.n = h = net.a(x).mean() * 0 + 1 + (
                 0 if net.n is None else net.n.detach())
@@ -311,9 +296,6 @@ def counting(how, engine):
     elif how == "buffer":
         del net.n
         net.register_buffer("n", None)
-    elif how == "generator":
-        import torch
-        net.n = [torch.Generator().manual_seed(3)]
     return net
 
 
@@ -358,11 +340,10 @@ def test_arrays_that_passes_keep_reach_devices_without_rows(
 
 
 @TORCH
-@pytest.mark.parametrize("how", ["in place", "buffer", "generator",
-                                 "with history"])
+@pytest.mark.parametrize("how", ["in place", "buffer", "with history"])
 def test_devices_without_rows_have_what_a_pass_keeps(name, devices, how):
-    """In an array that is written to, a buffer that the first pass makes, a
-    generator, an array with its history."""
+    """In an array that is written to, a buffer that the first pass makes, an
+    array with its history."""
     with using_engine(name) as engine:
         lags_nowhere(engine, how, devices)
 
@@ -386,80 +367,9 @@ def test_tensors_that_a_pass_keeps_stay_with_their_device(name):
         for calls in (1, 2, 3):
             for shard, output in zip(shards, replicas(shards)):
                 assert (output == calls * shard).all()
-        replicas[0](shards[0])      # alone
-        for calls, shard, output in zip((5, 4), shards, replicas(shards)):
-            assert (output == calls * shard).all()
 
 
-# -- what has no meaning on several devices -----------------------------------
-
-_outside = {"count": 0}
-
-
-def _count_in_a_dict(self, x):
-    _outside["count"] += 1
-    return self.b(self.a(x))
-
-
-class _Held:
-    n = 0
-
-
-_held = _Held()
-
-
-def _count_in_an_object(self, x):
-    _held.n += 1
-    return self.b(self.a(x))
-
-
-def _count_in_its_class(self, x):
-    type(self).passes += 1
-    return self.b(self.a(x))
-
-
-def _note(self):
-    _held.n += 1
-
-
-def _count_in_a_method(self, x):
-    self.note()
-    return self.b(self.a(x))
-
-
-def _fill(self, x):
-    self.array[:] = self.array + 1
-    return self.b(self.a(x))
-
-
-def _draw(self, x):
-    return self.b(self.a(x)) / next(self.numbers)
-
-
-@pytest.mark.parametrize("name", MXNET[:1])
-@pytest.mark.parametrize("forward, words", [
-    (_count_in_a_dict, "the variable '_outside' outside of it"),
-    (_count_in_an_object, "variable '_held.n' outside.*Write self.n "),
-    (_count_in_its_class, "variable 'Net.passes' outside.*Write self.passes "),
-    (_count_in_a_method, "variable '_held.n' outside of it"),
-    (_fill, "writes into the array 'array', which was there before"),
-    (_draw, "received a generator in 'numbers'")], ids=name_of)
-def test_what_devices_cannot_have_apart_is_refused(name, forward, words):
-    """On one device it is counted as ever."""
-    with using_engine(name) as engine:
-        for k in (1, 2):
-            net = network(engine, None)
-            type(net).forward, type(net).passes = forward, 0
-            type(net).note = _note
-            net.array = engine.put(np.zeros(2), mgpu.cpu(0))
-            net.numbers = (i for i in range(1, 9)) if forward is _draw else 0
-            if k == 1:
-                trained(net, on(0), batches(1))
-                continue
-            before = values(net)
-            with pytest.raises(ValueError, match=words):
-                trained(net, on(0, 1), batches(1))
-            same(values(net), before)
+# -- arrays that a pass writes to ---------------------------------------------
 
 
 def _added(net, array):
@@ -482,49 +392,16 @@ def writing(engine, write, late):
                    array=engine.put(np.zeros(2), on(0)[0]))
 
 
-@pytest.mark.parametrize("name", MXNET)
 @pytest.mark.parametrize("late", [0, 2])
 @pytest.mark.parametrize("write", [_added, _through_a_new_view],
                          ids=lambda f: f.__name__)
-def test_an_array_of_all_devices_stays_as_it_is(name, write, late):
-    """Gluon's arrays have one context."""
-    with using_engine(name) as engine:
-        net = writing(engine, write, late)
-        replicas, trainer = replicated(net, on(0, 1))
-        for X, y in batches(late):
-            step(replicas, trainer, X, y)
-        refused_and_unchanged(
-            lambda: step(replicas, trainer, *batches(1)[0]), net,
-            "writes into the array 'array'")
-        assert not net.array.asnumpy().any()
+def test_an_array_that_passes_write_to(engine, devices, write, late):
+    trains_as_plain(engine, lambda: writing(engine, write, late), devices)
 
 
 @pytest.mark.parametrize("name", MXNET)
-def test_batch_norm_moves_no_statistics_that_devices_share(name):
-    """Of a function, which writes to two of its inputs in training."""
-    def forward(net, x, F):
-        norm = F.npx.batch_norm if name == "mxnet-np" else F.nd.BatchNorm
-        return net.b(norm(net.a(x), *net.arrays))
-    with using_engine(name) as engine:
-        net = network(engine, forward, arrays=[
-            engine.put(np.ones(4), mgpu.cpu(0)) for _ in range(4)])
-        replicas = mgpu.initialize(net, on(0, 1))
-        shards = [mgpu.put(batches(1)[0][0], d) for d in replicas.devices]
-        with mgpu.record(train_mode=False):
-            replicas(shards)
-        with mgpu.record(), pytest.raises(
-                ValueError, match="writes into the array 'arrays'"):
-            replicas(shards)
-        for x in net.arrays:
-            assert (x.asnumpy() == 1).all()
-
-
-@pytest.mark.parametrize("name", MXNET)
-@pytest.mark.parametrize("how", ["step", "each"])
-def test_arrays_and_weights_without_a_context_are_the_devices(
-        name, devices, how):
-    """``p.data()`` in a forward pass is the array of the device that runs,
-    also where each loss has a backward pass of its own."""
+def test_arrays_and_weights_without_a_context_are_the_devices(name, devices):
+    """``p.data()`` in a forward pass is the array of the device that runs."""
     def forward(net, x, F):
         y = F.nd.dot(F.nd.tanh(net.a(x).as_nd_ndarray()),
                      net.a.weight.data().as_nd_ndarray())
@@ -534,15 +411,7 @@ def test_arrays_and_weights_without_a_context_are_the_devices(
         net = network(engine, forward)
         replicas, trainer = replicated(net, devices)
         for X, y in batches(2):
-            if how == "step":
-                step(replicas, trainer, X, y)
-                continue
-            xs, ys = mgpu.split_batch(X, y, devices)
-            with mgpu.record():
-                losses = mgpu.parallel(LOSS, replicas(xs), ys)
-            for one in losses:
-                one.backward()
-            trainer.step(len(X))
+            step(replicas, trainer, X, y)
         same(values(net), expected)
 
 
@@ -581,6 +450,14 @@ def _zero_in_place(net):
     net.state[:] = 0
 
 
+def _half(net):
+    net.state = net.state.detach() * 0.5
+
+
+def _half_in_place(net):
+    net.state *= 0.5
+
+
 def _same_on_all(net, x, F):
     net.state = net.state + 1 if net.state is not None \
         else net.a(x)[0, 0].detach() * 0 + 1
@@ -595,8 +472,10 @@ def _plus_two(net):
     (_carries, _detach, "per_device", "step"),
     (_carries, _detach, "sync", "step"),
     (_carries, _zero, "per_device", "hand"),
-    (_carries, _zero_in_place, "per_device", "single"),
+    (_carries, _zero_in_place, "per_device", "step"),
     (_same_on_all, _plus_two, "per_device", "step"),
+    (_state, _half, "per_device", "step"),
+    (_state, _half_in_place, "per_device", "step"),
     (_carries_two, _detach_in_place, "per_device", "step")], ids=name_of)
 def test_what_the_loop_does_to_a_carried_state_is_done_on_every_device(
         engine, devices, forward, edit, batch_norm, how):
@@ -617,7 +496,7 @@ KINDS = {"array": (lambda x: x, lambda v: v),
 
 
 @pytest.mark.parametrize("kind, how", [
-    ("array", "put"), ("list", "in place"), ("list", "data"),
+    ("array", "put"), ("list", "in place"),
     ("tuple", "in place"), ("object", "put there"),
     ("beside a weight", "in place")])
 def test_arrays_in_attributes_that_the_user_changes(engine, devices, kind,
@@ -635,9 +514,6 @@ def test_arrays_in_attributes_that_the_user_changes(engine, devices, kind,
         if how == "in place":
             with mgpu.no_grad():
                 x *= 0.75
-        elif how == "data":
-            x = getattr(x, "data", x)
-            x[:] = x * 0.75
         elif how == "put":
             net.holder = make(x * 0.75)
         else:
@@ -672,39 +548,21 @@ def test_layers_that_are_not_registered_follow(name, devices):
 
 
 @TORCH
-def test_a_generator_that_the_user_seeds_is_seeded_on_every_device(
-        name, devices):
-    """Each device's own goes on from there. Here all draw as many numbers as
-    one device does."""
+def test_an_attribute_with_a_history(name, devices):
+    """The gradient goes on through it."""
     import torch
-
-    def forward(net, x, F):
-        return net.b(net.a(x)) * sum(
-            F.rand((), generator=generator, dtype=x.dtype)
-            for generator in (net.own, net.several[0]))
-
-    def new():
-        return network(engine, forward, several=[torch.Generator(
-            ).manual_seed(4)], own=torch.Generator().manual_seed(3))
+    (X, y), = batches(1)
     with using_engine(name) as engine:
-        trains_as_plain(engine, new, devices,
-                        lambda net: net.own.manual_seed(5))
-
-
-@TORCH
-def test_an_attribute_with_a_history_is_refused(name):
-    """A copy would hold the value, and not how it was computed: the gradient
-    would end there."""
-    import torch
-
-    def forward(net, x, F):
-        return net.b(net.a(x) * net.holder)
-    outer = torch.ones(4, dtype=torch.float64, requires_grad=True)
-    with using_engine(name) as engine:
-        net = network(engine, forward)
-        net.holder = outer * 2
-        with pytest.raises(ValueError, match="received 'holder'"):
-            mgpu.initialize(net, on(0, 1))
+        found = []
+        for places in (on(0), devices):
+            net = network(engine, lambda net, x, F: net.b(
+                net.a(x) * net.holder))
+            outer = torch.ones(4, dtype=torch.float64, requires_grad=True)
+            replicas, trainer = replicated(net, places)
+            net.holder = outer * 2
+            step(replicas, trainer, X, y)
+            found.append([*values(net), outer.grad.numpy()])
+        same(*found)
 
 
 def _training_keeps(net, x, F):
@@ -758,32 +616,6 @@ def scope(mode):
         else mgpu.no_grad()
 
 
-@pytest.mark.parametrize("mode", ["prediction", "record"])
-def test_buffers_that_predictions_write_are_each_devices(engine, devices,
-                                                         mode):
-    """A cache of the rows so far; what the user writes is for all."""
-    def forward(net, x, F):
-        cache = buffer_of(net, x)
-        with mgpu.no_grad():
-            cache[:len(x)] = cache[:len(x)] / 2 + net.a(x)
-        return net.b(cache[:len(x)] * 1)
-    found = []
-    for on_devices in (devices, on(0)):
-        net = buffered(engine, forward, ROWS, 4)
-        replicas = mgpu.initialize(net, on_devices)
-        for X, _ in batches(3):
-            with scope(mode):
-                found.append(predicted(replicas, X))
-        cache = net.own.data(net.own.list_ctx()[0]) \
-            if engine.name == "mxnet" else net.own
-        with mgpu.no_grad():
-            cache[:] = 0
-        with scope(mode):
-            found.append(predicted(replicas, X))
-    for x, y in zip(found[:4], found[4:], strict=True):
-        assert relative_difference(x, y) < 1e-12
-
-
 @pytest.mark.parametrize("mode", ["prediction", "evaluation", "record"])
 def test_buffers_that_predictions_write_reach_devices_without_rows(
         engine, devices, mode):
@@ -825,29 +657,6 @@ def test_a_carried_state_that_is_put_back_is_that_of_every_device(
         step(replicas, trainer, A, y)
         around(net, lambda: predicted(replicas, X))
     same(values(net), expected)
-
-
-def _half(net):
-    net.state = net.state.detach() * 0.5
-
-
-def _half_in_place(net):
-    net.state *= 0.5
-
-
-@pytest.mark.parametrize("edit", [_half, _half_in_place], ids=name_of)
-def test_other_values_in_a_carried_state_are_refused(engine, devices, edit):
-    """What a pass keeps belongs to each device, and the network shows that
-    of the first one. None resets it."""
-    net = network(engine, _state, state=None)
-    replicas, trainer = replicated(net, devices)
-    (X, y), = batches(1)
-    step(replicas, trainer, X, y)
-    edit(net)
-    refused_and_unchanged(lambda: step(replicas, trainer, X, y), net,
-                          "received another array in 'state', or other values")
-    net.state = None
-    step(replicas, trainer, X, y)
 
 
 # -- leaves with gradients ----------------------------------------------------
@@ -1002,24 +811,17 @@ def test_a_leaf_in_an_attribute_has_the_same_bits_in_every_run(name, devices):
 
 
 @TORCH
-def test_a_forward_pass_leaves_such_a_leaf_as_it_is(name, devices):
-    """All devices hold it: it would be written once for each."""
+def test_a_leaf_that_the_forward_pass_writes_to(name, devices):
     import torch
 
     def forward(net, x, F):
         with torch.no_grad():
-            net.leaf.mul_(0.5)
+            net.leaf.mul_(0.75)
         return net.b(net.a(x)) * net.leaf
-    (X, y), = batches(1)
     with using_engine(name) as engine:
-        net = network(engine, forward)
-        net.leaf = torch.ones(3, dtype=torch.float64, requires_grad=True)
-        replicas, trainer = replicated(net, devices)
-        for call in (lambda: predicted(replicas, X),
-                     lambda: step(replicas, trainer, X, y)):
-            refused_and_unchanged(
-                call, net, "received 'leaf', which the pass of each device "
-                "has written to")
+        trains_as_plain(engine, lambda: network(
+            engine, forward, leaf=lambda: torch.ones(
+                3, dtype=torch.float64, requires_grad=True)), devices)
 
 
 @TORCH
@@ -1034,12 +836,6 @@ def test_a_buffer_with_a_gradient_is_refused_on_several_devices(
 
 
 # -- what calls of the network itself leave -----------------------------------
-
-class _Locked:
-    """What cannot be copied."""
-
-    def __init__(self, h):
-        self.h, self.lock = h, threading.Lock()
 
 
 def _fills_again(net, x, F):
@@ -1090,12 +886,6 @@ def _carried(net, x, F):
     return h
 
 
-def _carried_beside_a_lock(net, x, F):
-    h = net.a(x) if net.kept is None else net.a(x) + net.kept.h
-    net.kept = _Locked(h.detach())
-    return h
-
-
 def _carried_on_a_layer(net, x, F):
     before = getattr(net.b, "kept", None)
     h = net.a(x) if before is None or net.kept is None else net.a(x) + before
@@ -1116,43 +906,16 @@ def _carried_and_caught(net, x, F):
 
 @pytest.mark.parametrize("forward, batch_norm, how", [
     (_carried, "per_device", "step"), (_carried, "sync", "step"),
-    (_carried_and_caught, "per_device", "single"),
-    (_carried_beside_a_lock, "per_device", "hand"),
+    (_carried_and_caught, "per_device", "step"),
     (_carried_on_a_layer, "per_device", "step")], ids=name_of)
 @pytest.mark.device_counts(2, 3)
-def test_a_state_that_a_native_call_leaves_is_refused(
+def test_a_state_that_a_native_call_leaves_is_that_of_all_devices(
         engine, devices, forward, how, batch_norm):
-    """The other devices' rows have none from it. None ends that."""
-    def none(net):
-        net.kept = None
-    expected = plain(engine, network(engine, _own_head(forward), kept=None),
-                     batches(3), LOSS, none)
-    net = network(engine, _own_head(forward), kept=None)
-    replicas, trainer = replicated(net, devices, batch_norm)
-    for X, y in batches(3):
-        step(replicas, trainer, X, y, LOSS, how)
-        _call(engine, net, X[:1], False)
-        refused_and_unchanged(
-            lambda X=X, y=y: step(replicas, trainer, X, y, LOSS, how), net,
-            r"received another array in '\S*kept'.*net\(x\).*Validate by "
-            "replicas")
-        replicas.zero_grad()
-        none(net)
-    same(values(net), expected)
-
-
-def test_the_loop_changes_what_a_native_call_has_left(engine, devices):
-    """What it detaches is not that of the other devices; also where the
-    replicas have followed the network in between."""
-    net = network(engine, _own_head(_carried), kept=None)
-    replicas, trainer = replicated(net, devices)
-    (X, y), = batches(1)
-    step(replicas, trainer, X, y)
-    _call(engine, net, X[:1], True)
-    mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
-    net.kept = net.kept.detach()
-    refused_and_unchanged(lambda: step(replicas, trainer, X, y), net,
-                          "received another array in 'kept'")
+    (X, _), = batches(1)
+    trains_as_plain(
+        engine, lambda: network(engine, _own_head(forward), kept=None),
+        devices, lambda net: _call(engine, net, X[:1], False),
+        data=batches(3), batch_norm=batch_norm, how=how)
 
 
 # -- other things in attributes -----------------------------------------------

@@ -1,7 +1,5 @@
 """What users write to their network between passes reaches all devices; what
-a pass writes to a buffer belongs to its device."""
-import warnings
-
+a pass writes to a buffer is the network's."""
 import numpy as np
 import pytest
 
@@ -171,16 +169,6 @@ def test_a_parameter_in_the_place_of_a_frozen_one_trains(
 
 
 @on_torch
-def test_a_write_to_another_replica_only_is_an_error(engine, devices):
-    import torch
-    replicas = mgpu.initialize(torch.nn.Linear(6, 3), devices, "xavier")
-    with torch.no_grad():
-        replicas.params()[0].list_data()[-1].add_(1.0)
-    with pytest.raises(RuntimeError, match=r"'weight' only on cpu\(\d\)"):
-        replicas(shards_of(rows(8), replicas))
-
-
-@on_torch
 def test_attributes_of_parameters_reach_all(engine, devices):
     import torch
 
@@ -204,60 +192,13 @@ def test_attributes_of_parameters_reach_all(engine, devices):
 # -- weights that a forward pass writes ---------------------------------------
 
 def max_norm():
-    """Its forward pass writes its weights, from nothing else."""
     import torch
 
     class MaxNorm(torch.nn.Linear):
         def forward(self, x):
             self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
             return super().forward(x)
-    torch.manual_seed(3)
-    return MaxNorm(6, 3).double()
-
-
-@on_torch
-@pytest.mark.parametrize("last", ["prediction", "one row", "one by one",
-                                  "the network itself"])
-def test_weights_that_a_prediction_writes_are_no_edit_of_the_users(
-        engine, devices, last):
-    """As in plain torch: the user edits, or puts the best weights back, after
-    the prediction."""
-    import torch
-    x = torch.from_numpy(rows(8, dtype="float64"))
-    seen = x[:1] if last == "one row" else x
-
-    def loss(output, _=None):
-        return output.square().sum(1)
-    net, plain = max_norm(), max_norm()
-    replicas = mgpu.initialize(net, devices)
-    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-    best = {name: t.clone() for name, t in net.state_dict().items()}
-    for number in range(3):
-        shards = shards_of(seen, replicas)
-        if last == "one by one":
-            for replica, shard in zip(replicas, shards):
-                replica(shard)
-        else:
-            replicas(shards)
-        plain(seen)
-        for one in (net, plain):
-            if last == "the network itself":
-                one(x)
-            elif number == 1:
-                one.load_state_dict(best)
-            else:
-                with torch.no_grad():
-                    one.weight.mul_(3)
-        mgpu.train_batch(x, torch.zeros(8), replicas, loss, trainer)
-        plain.zero_grad()
-        loss(plain(x)).sum().backward()
-        with torch.no_grad():
-            for p in plain.parameters():
-                p -= 0.125 / 8 * p.grad
-    found = on_each(replicas)
-    for name, p in plain.state_dict().items():
-        for value in found[name]:
-            assert relative_difference(value, p) < 1e-12
+    return MaxNorm(6, 3)
 
 
 def initialised_by_data():
@@ -267,42 +208,37 @@ def initialised_by_data():
     class ActNorm(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.shift = torch.nn.Parameter(torch.zeros(6))
+            self.weight = torch.nn.Parameter(torch.zeros(6))
             self.there = False
 
         def forward(self, x):
             if not self.there:
                 with torch.no_grad():
-                    self.shift.copy_(-x.mean(0))
+                    self.weight.copy_(-x.mean(0))
                 self.there = True
-            return x + self.shift
+            return x + self.weight
     return ActNorm()
 
 
 @on_torch
-@pytest.mark.parametrize("recorded", [True, False])
-def test_weights_that_a_pass_makes_of_its_rows_are_refused(engine,
-                                                           recorded):
-    """Also where the user has written to them since."""
-    import torch
-    net = initialised_by_data()
-    replicas = mgpu.initialize(net, on(0, 1))
-    shards = shards_of(rows(8), replicas)
-    if not recorded:
-        replicas(shards)
-        with torch.no_grad():
-            net.shift.mul_(2)
-    with pytest.raises(RuntimeError, match="writes the same values.*"
-                       "others of 'shift' on .*0.* and on .*1"):
-        train(replicas, rows(8)) if recorded else replicas(shards)
+@pytest.mark.parametrize("make", [max_norm, initialised_by_data])
+def test_weights_that_a_pass_writes_are_refused(engine, devices, make):
+    """Each device would write for its own rows. One device may: a call of
+    the network itself, or a batch of one row."""
+    net = make()
+    replicas = mgpu.initialize(net, devices)
+    for mode in (mgpu.record, mgpu.no_grad):
+        with mode(), pytest.raises(RuntimeError, match="forward writes to "
+                                   "the parameter weight"):
+            replicas(shards_of(rows(8), replicas))
+    train(replicas, rows(1))
 
 
 # -- buffers ------------------------------------------------------------------
 
 @on_torch
-@pytest.mark.parametrize("how", ["in place", "replaced", "assigned",
-                                 "through .data", "own forward"])
-def test_buffers_follow_only_where_the_user_wrote_replica_0s(
+@pytest.mark.parametrize("how", ["in place", "replaced", "assigned"])
+def test_statistics_follow_where_the_user_wrote_the_networks(
         engine, how, devices):
     """Statistics differ by device, and stay so; what the user writes to the
     network's reaches all."""
@@ -313,11 +249,6 @@ def test_buffers_follow_only_where_the_user_wrote_replica_0s(
             net.running_mean.copy_(new)
         elif how == "replaced":
             net.running_mean = new.clone()
-        elif how == "through .data":
-            net.running_mean.data.copy_(new)
-        elif how == "own forward":          # torch counts no write there
-            net.train()
-            net(new.expand(8, 6))
         else:
             net.load_state_dict({**net.state_dict(), "running_mean": new},
                                 assign=True)
@@ -338,7 +269,7 @@ def test_buffers_follow_only_where_the_user_wrote_replica_0s(
 
 
 @on_torch
-def test_a_buffer_that_a_pass_replaces_is_its_devices(engine, devices):
+def test_a_buffer_that_a_pass_replaces_is_the_first_devices(engine, devices):
     import torch
 
     class Last(torch.nn.Linear):
@@ -352,53 +283,9 @@ def test_a_buffer_that_a_pass_replaces_is_its_devices(engine, devices):
     shards = shards_of(rows(8), replicas)
     with mgpu.record():
         replicas(shards)
-    for _ in range(2):
-        replicas(shards)
-        for x, shard in zip(replicas.buffers()[0].list_data(), shards):
-            assert_bit_equal(mgpu.to_numpy(x), mgpu.to_numpy(shard[:1]))
-
-
-def centred():
-    """Its passes write a buffer, a mean of the rows."""
-    import torch
-
-    class Centred(torch.nn.Linear):
-        def __init__(self):
-            super().__init__(6, 3)
-            self.register_buffer("centre", torch.zeros(6))
-
-        def forward(self, x):
-            with torch.no_grad():
-                self.centre.lerp_(x.mean(0), 0.5)
-            return super().forward(x - self.centre)
-    return Centred()
-
-
-@on_torch
-def test_buffers_of_every_device_come_back(engine, devices):
-    replicas = mgpu.initialize(centred(), devices)
-    centre, = replicas.buffers()
-    train(replicas, rows(8))
-    every = replicas.export_numpy(all_devices=True)
-    before = [mgpu.to_numpy(x) for x in centre.list_data()]
-    train(replicas, rows(8))
-    replicas.import_numpy(every)
-    for x, old in zip(centre.list_data(), before):
-        assert_bit_equal(mgpu.to_numpy(x), old)
-
-
-@on_torch
-def test_an_export_names_buffers_that_differ(engine, devices):
-    replicas = mgpu.initialize(centred(), devices)
-    train(replicas, rows(8))
-    with pytest.warns(UserWarning, match="1 buffers that forward passes "
-                      "write differ between"):
-        values = replicas.export_numpy()
-    assert_bit_equal(values["centre"],      # the network's own
-                     mgpu.to_numpy(replicas.net.centre))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        replicas.export_numpy(device=devices[0])
+    replicas(shards)
+    for x in replicas.buffers()[0].list_data():
+        assert_bit_equal(mgpu.to_numpy(x), mgpu.to_numpy(shards[0][:1]))
 
 
 # -- what a pass of MXNet sets ------------------------------------------------
@@ -452,3 +339,128 @@ def test_what_a_pass_sets_is_set_once_a_step(engine, devices, size):
     for key, (one,) in found[0].items():
         for copies in found[1][key]:
             assert relative_difference(copies, one) < 1e-12
+
+
+# -- a network that is read once ----------------------------------------------
+
+def _edits():
+    """By name, what changes the modules, arrays or references of a network
+    with the layers 0 and 1, and the attributes that `_edited` sets."""
+    import torch
+    from torch import nn
+
+    def parameter(net):
+        return nn.Parameter(torch.zeros_like(net[0].weight))
+
+    def table(module):
+        module.__dict__ = {**vars(module), "scale": 2.0}
+
+    def parametrized(net):
+        nn.utils.parametrize.register_parametrization(
+            net[0], "weight", nn.ReLU())
+    return {
+        "a module replaced": lambda net: net.__setitem__(1, nn.ReLU()),
+        "added": lambda net: net.append(nn.ReLU()),
+        "deleted": lambda net: net.__delitem__(1),
+        "in the order": lambda net: net._modules.update(
+            {"0": net._modules.pop("0")}),
+        "a parameter replaced": lambda net: setattr(
+            net[0], "weight", parameter(net)),
+        "tied": lambda net: setattr(net[1], "weight", net[0].weight),
+        "in its table": lambda net: net[0]._parameters.update(
+            weight=parameter(net)),
+        "a table replaced": lambda net: setattr(
+            net[0], "_parameters", dict(net[0]._parameters)),
+        "all tables": lambda net: table(net[0]),
+        "a buffer replaced": lambda net: setattr(
+            net, "buffer", torch.zeros(2)),
+        "a class": lambda net: setattr(net[1], "__class__", nn.Identity),
+        "a mode": lambda net: net[1].eval(),
+        "requires_grad": lambda net: net[0].bias.requires_grad_(False),
+        "of an attribute": lambda net: net.held[0].requires_grad_(),
+        "an attribute set": lambda net: setattr(net, "more", net[0].weight),
+        "by __dict__": lambda net: vars(net).update(more=net[0].weight),
+        "removed": lambda net: delattr(net, "held"),
+        "an empty list": lambda net: net.empty.append(net[0].weight),
+        "a dict": lambda net: net.nested["a"][0].update(b=net[0].weight),
+        "a deque": lambda net: net.queue.appendleft(net[1]),
+        "a set": lambda net: net.seen.add(net[1]),
+        "a closure": lambda net: net.use(net[1]),
+        "a partial": lambda net: net.bound.keywords.update(x=net[1]),
+        "a hook": lambda net: net[0].register_forward_hook(lambda *_: None),
+        "a hook before": lambda net: net[1].register_forward_pre_hook(
+            lambda *_: None),
+        "no hook": lambda net: net.hook.remove(),
+        "a parametrization": parametrized,
+    }
+
+
+@on_torch
+@pytest.mark.parametrize("name", _edits() if TORCH else [])
+def test_a_network_that_has_changed_is_read_again(engine, name):
+    import collections
+    import functools
+
+    import torch
+    from mgpu.backends._torch.tree import Tree
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh())
+    used = None
+
+    def use(x):
+        nonlocal used
+        used = x
+        return used
+    net.register_buffer("buffer", torch.ones(2))
+    net.held, net.empty, net.use = [torch.zeros(1)], [], use
+    net.nested, net.queue = {"a": ({},)}, collections.deque()
+    net.seen, net.bound = set(), functools.partial(print, x=1)
+    net.hook = net[0].register_forward_pre_hook(lambda *_: None)
+    tree = Tree(net)
+    net(torch.zeros(2, 3)).sum().backward()
+    net[0].weight.data.fill_(2.0)
+    assert tree.is_current()
+    _edits()[name](net)
+    assert not tree.is_current()
+
+
+@on_torch
+def test_one_device_keeps_nothing_of_an_earlier_pass(engine):
+    """The graph of a stored output, and what is only weakly referred to."""
+    import gc
+    import weakref
+
+    import torch
+
+    class Net(torch.nn.Linear):
+        def forward(self, x):
+            self.last = super().forward(x)
+            return self.last
+    net = Net(6, 3)
+    net.other = torch.nn.Linear(2, 2)
+    net.weak = other = weakref.ref(net.other)
+    replicas = mgpu.initialize(net, [mgpu.cpu()])
+    outputs = []
+    for step in range(3):
+        with mgpu.record():
+            output, = replicas([mgpu.put(np.ones((2, 6), "float32"),
+                                         mgpu.cpu())])
+        outputs.append(weakref.ref(output))
+        if not step:
+            del net.other
+    del output
+    gc.collect()
+    assert [x() is None for x in outputs] == [True, True, False]
+    assert other() is None
+
+
+@on_torch
+def test_a_layer_made_in_forward_on_one_device_is_refused(engine):
+    import torch
+
+    class Late(torch.nn.Linear):
+        def forward(self, x):
+            self.more = torch.nn.Linear(3, 3)
+            return self.more(super().forward(x))
+    replicas = mgpu.initialize(Late(6, 3), [mgpu.cpu()])
+    with pytest.raises(RuntimeError, match="made a layer"):
+        replicas([mgpu.put(np.ones((2, 6), "float32"), mgpu.cpu())])

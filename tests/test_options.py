@@ -90,8 +90,8 @@ def compilations():
 def test_hybridize_changes_no_number(backend):
     """Three steps on full batches, a short last batch, a batch of one row
     that leaves devices without any, and predictions: dropout masks, running
-    statistics of every device, weights. On three devices: each compiles by
-    itself."""
+    statistics of every device, weights. On three devices, which share one
+    graph for each shape."""
     k, devices, found = 3, on(0, 1, 2), []
     for hybridize in (False, True):
         net = small(backend)
@@ -100,8 +100,8 @@ def test_hybridize_changes_no_number(backend):
         for seed, n in enumerate((2 * k, 2 * k, 2 * k, k + 1, 1, 2 * k)):
             before = compilations() if backend.name == "torch" else 0
             losses.append(step(replicas, trainer, n, seed))
-            if seed in (1, 2, 5) and backend.name == "torch":
-                assert compilations() == before     # nothing new
+            if seed in (0, 1, 2, 5) and backend.name == "torch":
+                assert compilations() == before + (hybridize and seed == 0)
         found.append((np.concatenate(losses), everything(replicas),
                       predict(replicas, 2 * k)))
         assert replicas.net is net
@@ -232,7 +232,7 @@ def test_autocast_reaches_layers_and_loss_and_nothing_else(name):
             return (out * out).sum(1)
         X = np.ones((4, 6), "float32")
         losses = mgpu.train_batch(X, labels(4), replicas, loss, trainer)
-        assert seen == [torch.bfloat16] * 2
+        assert set(seen) == {torch.bfloat16}
         assert all(x.dtype is torch.float32 for x in losses)
         with replicas.autocast():
             x = mgpu.put(X, mgpu.cpu(0))

@@ -1,6 +1,5 @@
 """Parameters, which are read, written and frozen on all devices; values that
 leave for NumPy and come back; `get_params`."""
-import warnings
 
 import numpy as np
 import pytest
@@ -25,11 +24,11 @@ def test_reading_a_parameter(engine):
     assert repr(p) == "Parameter 0.weight (shape=(5, 6), dtype=float32)"
     assert p.list_devices() == on(1, 3)
     assert_bit_equal(mgpu.to_numpy(p.data()), mgpu.to_numpy(p.data("cpu:3")))
-    with mgpu.no_grad():    # the array itself, of that device only
-        p.data(mgpu.cpu(3))[:] = 2
-    assert (mgpu.to_numpy(p.list_data()[1]) == 2).all()
-    assert (mgpu.to_numpy(replicas[1].arrays()[0]) == 2).all()
-    assert (mgpu.to_numpy(p.data()) != 2).all()
+    with mgpu.no_grad():    # the network's own array, which all follow
+        p.data()[:] = 2
+        p.data(mgpu.cpu(3))[:] = 3      # a copy
+    for x in (*p.list_data(), p.data("cpu:3"), replicas[1].arrays()[0]):
+        assert (mgpu.to_numpy(x) == 2).all()
     assert not mgpu.to_numpy(p.grad("cpu:1")).any()
 
 
@@ -67,10 +66,9 @@ def test_zero_grad(engine, devices):
         outputs = replicas([mgpu.put(pictures(2), d) for d in devices])
     mgpu.backward(outputs)
     first, *rest = [p for p in replicas.params() if p.grad_req != "null"]
-    held = first.list_grad()
-    first.zero_grad()
-    for g in held:              # in place
-        assert not mgpu.to_numpy(g).any()
+    held = first.grad()
+    first.zero_grad()           # in place
+    assert not mgpu.to_numpy(held).any()
     assert all(mgpu.to_numpy(g).any() for g in rest[-1].list_grad())
     replicas.zero_grad()
     for p in rest:
@@ -325,9 +323,10 @@ def test_a_gamma_that_a_layer_does_not_have_is_refused(engine):
 def with_own_statistics(engine, devices):
     """Replicas whose running statistics on device i are i + 1."""
     replicas = mgpu.initialize(convnet(engine), devices, "uniform")
-    for p in replicas.statistics():
-        for i, x in enumerate(p.list_data()):
-            x[:] = i + 1
+    replicas.import_numpy({**replicas.export_numpy(), **{
+        p.name: np.stack([np.full(p.shape, i + 1.0)
+                          for i in range(len(devices))])
+        for p in replicas.statistics()}})
     return replicas
 
 
@@ -346,15 +345,11 @@ def test_every_devices_statistics_survive(engine, devices):
     assert_all_equal(replicas.export_numpy(all_devices=True), every)
 
 
-def test_a_mean_of_statistics_comes_with_a_warning(engine):
+def test_statistics_that_are_exported_are_the_networks(engine):
     replicas = with_own_statistics(engine, on(0, 1, 2))
-    with pytest.warns(UserWarning, match="4 running statistics differ "
-                      "between devices .* Pass all_devices=True"):
-        mean = replicas.export_numpy()
-    assert mean["1.running_var"].tolist() == [2] * 4
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with_own_statistics(engine, on(0)).export_numpy()
+    for p in replicas.statistics():
+        assert_bit_equal(replicas.export_numpy()[p.name],
+                         mgpu.to_numpy(p.data()))
     with pytest.raises(ValueError, match="one device's statistics or those "
                        "of all are exported; received device="):
         replicas.export_numpy(device=mgpu.cpu(0), all_devices=True)

@@ -365,7 +365,6 @@ def test_who_waits_in_its_turn_to_draw_leaves_it_to_others(backend):
         with backend.aside():
             assert free()
         assert backend.parallel([free, free]) == [True, True]
-        assert backend.uninterrupted(free)
         assert free() == before
     assert free()
     with backend.aside():

@@ -6,6 +6,7 @@ import collections
 import itertools
 import re
 import types
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -372,6 +373,21 @@ def test_what_goes_whole_and_may_be_of_the_rows_is_refused(backend, devices):
 # -- split_batch --------------------------------------------------------------
 
 
+@dataclass
+class Labelled:
+    x: np.ndarray
+    y: np.ndarray
+
+
+def test_a_batch_without_labels_is_a_dict(backend):
+    for batch in (Labelled(np.ones((3, 2)), np.ones(3)),
+                  collections.namedtuple("Both", "x y")(np.ones((3, 2)),
+                                                        np.ones(3))):
+        with pytest.raises(TypeError, match=f"received {type(batch).__name__}"
+                           r". Pass a dict, such as dataclasses.asdict\("):
+            split_batch(batch, None, [cpu(0), cpu(1)])
+
+
 @pytest.mark.parametrize("X, y, received", [
     (np.ones((3, 2)), np.ones(4), "3 and 4"),
     ((np.ones(3), np.ones(4)), np.ones(3), "3 or 4 and 3"),
@@ -395,18 +411,18 @@ def test_different_lengths_are_refused(X, y, received):
 
 
 @pytest.mark.device_counts(1, 3)
-def test_a_list_with_an_entry_for_each_row_is_refused(engine, devices):
+def test_a_list_with_an_entry_for_each_row(engine, devices):
     """The boxes of each picture."""
     X = np.random.default_rng(0).normal(size=(5, 6))
-    for kind, counts in ((list, (1, 2, 3, 1, 2)), (tuple, (1, 2, 3, 1, 2)),
-                         (list, (2,) * 5), (tuple, (0,) * 5)):
-        y = kind({"boxes": np.full((n, 4), 0.5), "n": np.full(n, 1.0)}
-                 for n in counts)
-        with pytest.raises(ValueError, match=(
-                f"received 5 rows and a {kind.__name__} of 5 entries, dict "
-                "first, which hold arrays of other lengths.*split_f of your "
-                "own")):
-            split_batch(X, y, devices)
+    y = [{"boxes": np.full((n, 4), 0.5), "n": n} for n in (1, 2, 3, 1, 2)]
+    X_shards, y_shards = split_batch(X, y, devices)
+    assert sum(y_shards, []) == y
+    assert list(map(len, y_shards)) == [
+        0 if x is None else len(x) for x in X_shards]
+    with pytest.raises(ValueError, match=(
+            "received 5 rows and a tuple of 5 entries, dict first, which hold "
+            "arrays of other lengths")):
+        split_batch(X, tuple(y), devices)
 
 
 def test_an_empty_batch_is_refused(backend):

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import forked
 import mgpu
 from conftest import BACKENDS
 from helpers import assert_bit_equal
@@ -53,7 +53,7 @@ def start(name, code):
     """A process that runs `BEGIN` and `code` on the engine `name`."""
     text = textwrap.dedent(BEGIN.format(name=name)) + textwrap.dedent(code)
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", text],
+        [forked.python(), "-W", "ignore", "-c", text],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "MGPU_TEST_BACKENDS": name, "PYTHONPATH":
              os.pathsep.join([str(Path(__file__).parent),

@@ -73,33 +73,6 @@ def test_a_result_belongs_to_the_device_of_its_inputs(engine):
                 here + y[:1]
 
 
-def _alias(replicas, number=0):
-    """Give replica 1 the array of replica 0, as wrong sharing code would."""
-    if replicas.backend.name == "mxnet":
-        parameter = list(replicas.net.collect_params().values())[number]
-        parameter._data[1] = parameter._data[0]
-    else:
-        first, second = (r.module[0] for r in replicas.of_engine())
-        second.weight = first.weight
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_an_aliased_replica(backend, inside):
-    """Also of replicas that are older than the block."""
-    shards = mgpu.split_and_load(np.ones((4, 6), "f"), [A, B])
-    replicas = mgpu.initialize(mlp(backend), [A, B], "uniform")
-    if not inside:
-        _alias(replicas)
-        replicas(shards)        # nothing is said
-    with mgpu.strict_devices():
-        if inside:
-            replicas = mgpu.initialize(mlp(backend), [A, B], "uniform")
-            _alias(replicas)
-        with refused():
-            for i in range(2):  # in one order, whichever adopts first
-                replicas[i](shards[i])
-
-
 def test_a_forgotten_copy(backend):
     """Device 1 is handed the very array of device 0."""
     with mgpu.strict_devices():
@@ -203,20 +176,6 @@ def test_torch_cpu_is_no_copy_on_a_logical_device():
         with refused():
             x.cpu() + y.cpu()
         assert (mgpu.to_numpy(x) + mgpu.to_numpy(y)).tolist() == [2, 4, 6]
-
-
-def test_mxnet_compiled_networks_are_checked_at_their_door():
-    """Inputs and parameters are; a copy that happens inside is not seen."""
-    with mgpu.using_backend("mxnet"), mgpu.strict_devices():
-        net = mlp(mgpu.get_backend())
-        replicas = mgpu.initialize(net, [A, B], "uniform")
-        net.hybridize()
-        shards = mgpu.split_and_load(np.ones((4, 6), "f"), [A, B])
-        replicas(shards)
-        _alias(replicas)
-        with pytest.raises(mgpu.CrossDeviceError, match="hybridized network "
-                           r"received arrays of cpu\(1\) and cpu\(0\)"):
-            replicas(shards)
 
 
 def test_the_backward_pass_of_a_copy(backend):
@@ -365,5 +324,5 @@ def test_training_gives_the_same_numbers(backend, batch_norm):
         strict = run()
     assert strict[1:] == plain[1:]
     assert_all_equal(strict[0], plain[0])
-    between = {(a, b) for a in on(0, 1, 2) for b in on(0, 1, 2) if a != b}
-    assert between < set(ledger.copied)
+    first, *others = on(0, 1, 2)    # where the network is
+    assert {(first, d) for d in others} < set(ledger.copied)

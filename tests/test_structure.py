@@ -42,11 +42,11 @@ LAYERS = {
         "backends.containers backends.wrapper",
     "registry": "backends",
     "engines": "backends._mxnet backends._torch backends.gluon_layers",
-    "devices, data and formulas": "nested inputs device split datasets "
-        "prefetching initializers optimizers lr_scheduler losses loss_state "
-        "loss_scale host_memory collectives distributed progress functional "
+    "devices, data and formulas": "nested inputs device split data datasets "
+        "prefetching initializers optimizers lr_scheduler losses loss_scale "
+        "host_memory collectives distributed progress functional "
         "models strict conversion compat metrics prediction weight_files",
-    "replicas": "batch_norm parameters following replica_checks replicas",
+    "replicas": "batch_norm parameters replicas",
     "trainer": "schedule_state trainer_states trainer",
     "training": "callbacks extra_states checkpoint checkpoint_folder stopping "
         "evaluation training resuming",
@@ -67,8 +67,7 @@ ONLY_ANNOTATE = {
     ("mgpu.compat.gluon", "mgpu.trainer"),
     ("mgpu.compat.pytorch", "mgpu.replicas"),
     ("mgpu.compat.pytorch", "mgpu.trainer"),
-    ("mgpu.backends._torch.compiled", "mgpu.backends._torch.replica"),
-    ("mgpu.backends._torch.replica", "mgpu.backends._torch.network"),
+    ("mgpu.backends._torch.meaning", "mgpu.backends._torch.network"),
     # loaded for those who ask for them (`mgpu.__getattr__`)
     ("mgpu", "mgpu.bench"), ("mgpu", "mgpu.parity"), ("mgpu", "mgpu.testing"),
 }
@@ -277,10 +276,8 @@ def test_what_is_public_has_a_docstring():
 
 # -- no pickle ----------------------------------------------------------------
 
-#: what may name pickle: a reader that calls nothing, and a comparison of two
-#: streams in memory, which reads nothing
-PICKLES = {"mgpu.gluon_io.states": {"_Unpickler", "UnpicklingError", "BUILD"},
-           "mgpu.loss_state": {"dumps"}}
+#: what may name pickle: a reader that calls nothing
+PICKLES = {"mgpu.gluon_io.states": {"_Unpickler", "UnpicklingError", "BUILD"}}
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}
 READS_PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle",
                  "joblib", "shelve", "marshal", "jsonpickle"}

@@ -77,7 +77,7 @@ def test_blocks_of_a_weight_are_the_whole(backend, semantics, monkeypatch):
                 replicas, name, {"momentum": 0.5} if name == "nag" else {},
                 semantics=semantics))
             results.append(values(replicas))
-            assert len(calls) == 2 * len(ROWS)
+            assert len(calls) == 3 * len(ROWS)
         # To rounding: torch's square root is a unit in the last place off
         # now and then, and MXNet's compiled expressions round in another
         # order.
@@ -169,7 +169,8 @@ def test_replicas_made_void_are_refused(backend, devices, tmp_path):
     old, trainer = sgd(backend, devices, net)
     zeros = {name: 0 * value for name, value in old.export_numpy().items()}
     mgpu.save_checkpoint(tmp_path / "old", old, trainer)
-    new = initialize(net, devices, force_reinit=True)
+    initialize(net, devices, force_reinit=True)
+    new = mgpu.initialize(net, devices)
     now = values(new)
     shards = mgpu.split_and_load(batch(8)[0], devices, even_split=False)
     for call in (lambda: trainer.step(1), trainer.allreduce_grads,
@@ -178,15 +179,15 @@ def test_replicas_made_void_are_refused(backend, devices, tmp_path):
                  old.export_numpy, lambda: mgpu.Trainer(old, "sgd"),
                  lambda: mgpu.load_checkpoint(tmp_path / "old", old,
                                               trainer)):
-        with pytest.raises(RuntimeError, match="are void.*force_reinit"):
+        with pytest.raises(RuntimeError, match="void: the network was "
+                           "initialized again. Use what that call returned"):
             call()
     assert_unchanged(values(new), now)
     train(new, mgpu.Trainer(new, "sgd"))
 
 
-def test_an_update_that_fails_midway_breaks_the_trainer(backend, devices):
-    """Replicas may differ then: every later call says so, until values and
-    states are loaded."""
+def test_a_step_after_an_update_that_failed_midway(backend, devices):
+    """With the values of before: nothing else is kept of it."""
     class Failing(type(mgpu.optimizers.create("sgd"))):
         left = 3
 
@@ -195,23 +196,22 @@ def test_an_update_that_fails_midway_breaks_the_trainer(backend, devices):
             if not Failing.left:
                 raise ZeroDivisionError("in the rule")
             super().update(*args, **kwargs)
-    replicas = initialize(mlp(backend), devices)
-    trainer = mgpu.Trainer(replicas, Failing(learning_rate=0.125))
-    kept, states = replicas.export_numpy(), trainer.export_states()
-    backward(replicas, *batch(8))
-    with pytest.raises(ZeroDivisionError):
-        trainer.step(8)
-    assert trainer.num_update == 0
-    for call in (lambda: trainer.step(8), trainer.allreduce_grads,
-                 lambda: trainer.update(8),
-                 lambda: backward(replicas, *batch(8))):
-        with pytest.raises(RuntimeError, match="failed midway"):
-            call()
-    trainer.import_states(states)
-    replicas.import_numpy(kept)
-    backward(replicas, *batch(8))
-    trainer.step(8)
-    assert_replicas_equal(values(replicas))
+    found = []
+    for fails in (False, True):
+        Failing.left = 3 if fails else 0
+        replicas = initialize(mlp(backend), devices)
+        trainer = mgpu.Trainer(replicas, Failing(learning_rate=0.125))
+        kept, states = replicas.export_numpy(), trainer.export_states()
+        if fails:
+            backward(replicas, *batch(8))
+            with pytest.raises(ZeroDivisionError):
+                trainer.step(8)
+            assert trainer.num_update == 0
+            trainer.import_states(states)
+            replicas.import_numpy(kept)
+        train(replicas, trainer)
+        found.append(values(replicas))
+    assert_unchanged(*found)
 
 
 @pytest.mark.parametrize("name", MXNET[:1])
@@ -230,7 +230,7 @@ def test_a_pass_that_fails_late_updates_nothing(name, devices):
             losses[-1] = losses[-1] * bad
         mgpu.backward(losses)
         with pytest.raises(mgpu.errors.DeviceError,
-                           match=r"cpu\(2\), in step 2.*Check failed"
+                           match=r"cpu\(2\)\], in step 2.*Check failed"
                            ) as caught:
             trainer.step(8)
         assert isinstance(caught.value.__cause__, mx.MXNetError)
@@ -247,8 +247,8 @@ def test_one_thread_at_a_time(backend, devices):
     refused = SimpleQueue()
 
     def other():
-        for call in (lambda: trainer.step(8), lambda: replicas[0](
-                mgpu.put(batch(2)[0], devices[0]))):
+        for call in (lambda: trainer.step(8), lambda: replicas(
+                mgpu.split_batch(*batch(8), devices)[0])):
             try:
                 call()
             except RuntimeError as error:
@@ -261,7 +261,7 @@ def test_one_thread_at_a_time(backend, devices):
         return LOSS(output, label)
     mgpu.train_batch(*batch(8), replicas, loss, trainer)
     texts = [refused.get() for _ in range(refused.qsize())]
-    assert len(texts) == 2 * len(devices)
+    assert len(texts) == 2
     assert all("one thread at a time" in text for text in texts)
     assert trainer.num_update == 1
 
@@ -474,26 +474,6 @@ def test_gluons_own_loop_follows_another_grad_req(name, devices, requests):
             trainer.step(5)
             found.append(values(replicas))
     assert_unchanged(*found)
-
-
-@pytest.mark.parametrize("name", MXNET[:1])
-def test_gluons_own_loop_refuses_new_layers(name, devices):
-    """A step, and a new trainer: it would not train them."""
-    with using_engine(name) as engine:
-        net = mlp(engine)
-        replicas, trainer = sgd(engine, devices, net)
-        layer = type(net[0])(3, in_units=3)
-        layer.initialize(ctx=[engine.handle(d) for d in devices])
-        layer.cast("float64")
-        net.add(layer)
-        train_natively(replicas, *batch(4))
-        before = values(replicas)
-        for call in (lambda: trainer.step(4),
-                     lambda: mgpu.Trainer(replicas, "sgd")):
-            with pytest.raises(RuntimeError, match="a network keeps its "
-                               "layers, .*make a new Trainer"):
-                call()
-        assert_unchanged(values(replicas), before)
 
 
 @pytest.mark.parametrize("policy", ["per_device", "average"])

@@ -1,6 +1,5 @@
 """Which gradients a step of a `Trainer` applies: of one batch, summed once,
 with what the user writes to them, or an error before anything changes."""
-import functools
 from copy import deepcopy
 
 import numpy as np
@@ -13,18 +12,13 @@ from helpers import (assert_bit_equal, mlp, on, relative_difference,
 from nets import gated
 from steps import (LOSS, ROWS, assert_close, assert_replicas_equal,
                    assert_unchanged, backward, batch, check_as_on_one_device,
-                   gradients, initialize, sgd, sides, train,
-                   train_natively, values)
+                   gradients, initialize, sgd, sides, values)
 
-STALE = ("parameter {!r} has no new gradient{} since the last step: no "
-         "backward pass reached it. Run the forward pass inside record() and "
-         "call backward on every device's loss; freeze the parameter "
-         "(grad_req='null', requires_grad=False); or pass "
-         "ignore_stale_grad=True to skip it.")
-OTHERS = STALE.replace("no backward pass reached it", "the last backward "
-                       "pass did not reach it").replace("; freeze", (
-                           "; add up losses, or use grad_req='add', where "
-                           "each had a backward pass of its own; freeze"))
+STALE = ("parameter {!r} has no new gradient since the last step: {}. Run the "
+         "forward pass inside record() and give the losses of all devices to "
+         "one mgpu.backward; freeze the parameter (grad_req='null', "
+         "requires_grad=False); or pass ignore_stale_grad=True to skip it.")
+MISSED = "the last backward pass did not reach it"
 
 
 def test_a_stale_gradient_is_an_error_that_names_it(engine):
@@ -37,7 +31,7 @@ def test_a_stale_gradient_is_an_error_that_names_it(engine):
         for call in (lambda: trainer.step(2), trainer.allreduce_grads):
             with pytest.raises(mgpu.StaleGradientError) as caught:
                 call()
-            assert str(caught.value) == OTHERS.format(name, "")
+            assert str(caught.value) == STALE.format(name, MISSED)
         assert isinstance(caught.value, RuntimeError)
         assert_unchanged(values(replicas), before)
         assert_unchanged(gradients(replicas), held)
@@ -45,57 +39,50 @@ def test_a_stale_gradient_is_an_error_that_names_it(engine):
         trainer.step(2, ignore_stale_grad=True)     # the same gradients, later
 
 
-@pytest.mark.parametrize("passes", ["none", "forward", "predicted", "first",
-                                    "one by one"])
+@pytest.mark.parametrize("passes", ["none", "forward", "predicted"])
 def test_a_step_without_a_backward_pass(backend, devices, passes):
     replicas, trainer = sgd(backend, devices)
     shards = mgpu.split_and_load(batch(8)[0], devices, even_split=False)
-    text = STALE
-    if passes == "forward":
-        with mgpu.record():
+    with mgpu.record() if passes == "forward" else mgpu.no_grad():
+        if passes != "none":
             replicas(shards)
-    elif passes == "predicted":
-        replicas(shards)
-    elif passes != "none":      # of the first device alone
-        with mgpu.record():
-            outputs = replicas(shards) if passes == "first" else [
-                replica(shard) for replica, shard in zip(replicas, shards)]
-        mgpu.backward(outputs[:1])
-        text = STALE.replace("freeze", "in a forward pass of Gluon's read "
-                             "p.data(x.context), not p.data(); freeze")
     before = values(replicas)
     with pytest.raises(mgpu.StaleGradientError) as caught:
         trainer.step(8)
-    assert str(caught.value) == text.format(
-        "0.weight", "" if text is STALE else " on cpu(1)")
+    assert str(caught.value) == STALE.format(
+        "0.weight", "no backward pass reached it")
     assert_unchanged(values(replicas), before)
 
 
-def test_a_skipped_gradient_is_zero_until_the_user_writes_it(engine, devices):
-    """Clipping by hand, and surgery on gradients, in a step by hand: nothing
-    of an earlier batch counts, and what is written is applied."""
-    replicas, trainer = sgd(engine, devices, gated(engine))
-    for side in (-1, 1):
-        backward(replicas, *sides(*[side] * 4))
-        trainer.allreduce_grads(ignore_stale_grad=True)
-        if side == -1:
-            trainer.update(4)
-    skipped = {p.name: p for p in replicas.params()
-               if p.name.startswith("left")}
-    for p in skipped.values():
-        for g in p.list_grad():
-            assert not mgpu.to_numpy(g).any()
-    before, weight = values(replicas), skipped["left.weight"]
-    with mgpu.no_grad():
-        weight.list_grad()[0][:] += 2
-    assert [p.name for p in trainer.summed() if p.name in skipped] == [
-        "left.weight"]
-    trainer.update(4)
-    after = values(replicas)
-    assert_replicas_equal(after)
-    for name in skipped:
-        move = 0.125 * 2 / 4 * (name == "left.weight")
-        assert np.abs(before[name][0] - after[name][0] - move).max() < 1e-12
+def test_a_step_of_a_part_of_the_rows(engine, devices):
+    """Of the rows of one device, whose losses alone have a backward pass; or
+    through the network itself, after a write to it."""
+    X, y = batch(9)
+
+    def go(replicas, trainer):
+        for replica in (replicas[len(replicas) - 1], replicas.net):
+            weight = replicas.params()[0].data()
+            getattr(weight, "data", weight)[:] = weight * 0.5
+            where = getattr(replica, "device", replicas.devices[0])
+            with mgpu.record():
+                loss = LOSS(replica(mgpu.put(X[6:], where)),
+                            mgpu.put(y[6:], where))
+            mgpu.backward(loss)
+            trainer.step(3)
+    check_as_on_one_device(engine, devices, go)
+
+
+def test_a_step_after_a_refused_one(engine, devices):
+    """With what the user has done to the gradients since."""
+    def go(replicas, trainer):
+        with pytest.raises(mgpu.StaleGradientError):
+            mgpu.train_batch(*sides(*[1] * 8), replicas, LOSS, trainer)
+        for p in replicas.params():
+            gradient = p.grad()
+            getattr(gradient, "data", gradient)[:] = gradient * 0.5
+        trainer.step(8, ignore_stale_grad=True)
+    check_as_on_one_device(engine, devices, go, lambda engine, devices: sgd(
+        engine, devices, gated(engine), momentum=0.5))
 
 
 @pytest.mark.parametrize("stepped, request_", [("by hand", "write"),
@@ -197,41 +184,25 @@ def test_a_layer_that_only_some_devices_rows_reach(engine, devices):
         engine, devices, gated(engine), momentum=0.5))
 
 
-@pytest.mark.parametrize("passes", ["native", "device by device"])
-def test_a_step_applies_one_batch(engine, devices, passes):
+def test_a_step_applies_one_batch(engine, devices):
     """A batch that was abandoned after its backward pass is not applied with
-    the next one, though that leaves devices idle; cleared or not."""
-    def go(replicas, X, y):
-        if passes == "native":
-            train_natively(replicas, X, y)
-            return
-        for replica, x, label in zip(
-                replicas, *mgpu.split_batch(X, y, devices)):
-            if len(x):
-                with mgpu.record():
-                    one = LOSS(replica(x), label)
-                mgpu.backward(one)
-    if passes == "native" and engine.name == "torch":
-        pytest.skip("the network itself is on the first device")
+    the next one, cleared or not."""
     found = []
     for abandoned in ("", "as it is", "cleared"):
         replicas, trainer = sgd(engine, devices)
         if abandoned:
-            go(replicas, *batch(8, 7))
+            backward(replicas, *batch(8, 7))
         if abandoned == "cleared":
             replicas.zero_grad()
-        go(replicas, *batch(1))
+        backward(replicas, *batch(1))
         trainer.step(1)
         found.append(values(replicas))
-    assert_close(found[1], found[0])
-    assert_close(found[2], found[0])
+    assert_unchanged(found[1], found[0])
+    assert_unchanged(found[2], found[0])
 
 
-@pytest.mark.parametrize("order", ["device by device", "all, then all"])
-def test_of_several_passes_the_last_of_each_device_counts(
-        engine, devices, order):
-    """An attack on the rows and then the pass that trains, as on one device:
-    a second pass of one device does not void what others hold."""
+def test_of_several_passes_the_last_counts(engine, devices):
+    """An attack on the rows of each device and then the pass that trains."""
     def attacked(run, x, labels):
         for _ in range(2):
             x = mgpu.put(mgpu.to_numpy(x), x)
@@ -243,94 +214,17 @@ def test_of_several_passes_the_last_of_each_device_counts(
                          + np.sign(mgpu.to_numpy(mgpu.grad(x))), x)
         return x
 
-    def go(replicas, trainer, native):
+    def go(replicas, trainer):
         for rows in ROWS:
-            Xs, ys = mgpu.split_batch(*batch(rows), replicas.devices)
-            shards = [(replicas.net if native else replica, x, labels)
-                      for replica, x, labels in zip(replicas, Xs, ys)
-                      if len(x)]
-            for together in ([[one] for one in shards]
-                             if order == "device by device" else [shards]):
-                changed = [attacked(*one) for one in together]
-                with mgpu.record():
-                    losses = [LOSS(run(x), labels) for (run, _, labels), x
-                              in zip(together, changed)]
-                for one in losses:
-                    mgpu.backward([one])
+            shards = [one for one in zip(replicas, *mgpu.split_batch(
+                *batch(rows), replicas.devices)) if len(one[1])]
+            changed = [attacked(*one) for one in shards]
+            with mgpu.record():
+                losses = [LOSS(run(x), labels) for (run, _, labels), x
+                          in zip(shards, changed)]
+            mgpu.backward(losses)
             trainer.step(rows)
-    # (torch's own network is on the first device.)
-    for native in (False, True) if engine.name == "mxnet" else (False,):
-        check_as_on_one_device(
-            engine, devices, functools.partial(go, native=native))
-
-
-def test_passes_that_do_not_tell_their_batch_are_refused(backend):
-    """Before anything changes; what the message says helps."""
-    devices = on(0, 1)
-    replicas, trainer = sgd(backend, devices)
-    Xs, ys = mgpu.split_batch(*batch(8), devices)
-
-    def losses():
-        with mgpu.record():
-            return [LOSS(replica(x), labels)
-                    for replica, x, labels in zip(replicas, Xs, ys)]
-
-    def passes():
-        for one in losses():
-            mgpu.backward([one])
-        mgpu.backward(losses()[1:])
-    passes()
-    before = values(replicas), gradients(replicas)
-    for call in (trainer.allreduce_grads, lambda: trainer.step(8)):
-        with pytest.raises(RuntimeError, match=(
-                r"in the latest batch: 1 on cpu\(0\), 2 on cpu\(1\)\. Give "
-                r"the losses of all.*mgpu.backward\(losses\).*zero_grad")):
-            call()
-    assert_unchanged(values(replicas), before[0])
-    assert_unchanged(gradients(replicas), before[1])
-    mgpu.backward(losses())
-    trainer.step(8)
-    passes()
-    replicas.zero_grad()        # the batch is given up
-    for one in losses():
-        mgpu.backward([one])
-    trainer.step(8)
-
-
-def test_gradients_of_the_network_itself(backend, devices):
-    """Gluon's own loop, ``net(x)`` for each shard (torch: of the first
-    device): what is written to the first device's weight alone is refused
-    before anything changes, as no replica was run that would copy it."""
-    replicas, trainer = sgd(backend, devices)
-    weight = replicas.params()[0].data()
-    getattr(weight, "data", weight)[:] = weight * 0.5
-    before = values(replicas)
-    X, y = mgpu.split_batch(*batch(8), devices)
-    with mgpu.record():
-        losses = [LOSS(replicas.net(x), labels) for x, labels in zip(
-            X[:1] if backend.name == "torch" else X, y)]
-    mgpu.backward(losses)
-    with pytest.raises(mgpu.ReplicaMismatchError, match=(
-            r"'0.weight' on cpu\(0\) and on cpu\(1\) does not.*"
-            "write with Parameter.set_data")):
-        trainer.step(8)
-    assert_unchanged(values(replicas), before)
-
-
-def test_after_a_refused_step_gradients_are_the_users(backend, devices):
-    """`train_batch` does not look for what nobody can write."""
-    replicas, trainer = sgd(backend, devices, gated(backend))
-    with pytest.raises(mgpu.StaleGradientError):
-        mgpu.train_batch(*sides(*[1] * 8), replicas, LOSS, trainer)
-    reached = [p for p in replicas.params()
-               if mgpu.to_numpy(p.list_grad()[0]).any()]
-    gradient = reached[0].list_grad()[0]
-    if backend.name == "torch":
-        gradient.data.mul_(0.5)     # no version counts it
-    else:
-        gradient *= 0.5
-    with pytest.raises(RuntimeError, match="on some devices"):
-        trainer.step(8, ignore_stale_grad=True)
+    check_as_on_one_device(engine, devices, go)
 
 
 def adding(engine, devices, name="sgd", **options):
@@ -359,32 +253,17 @@ def test_a_gradient_that_is_changed_between_two_passes_of_a_step(
     check_as_on_one_device(engine, devices, go, adding)
 
 
-def test_a_change_of_one_devices_gradient_between_two_passes_is_refused(
-        engine, devices):
-    replicas, trainer = adding(engine, devices)
-    before = values(replicas)
-    backward(replicas, *batch(8, 0))
-    gradient = replicas.params()[0].list_grad()[0]
-    gradient *= 0.5
-    backward(replicas, *batch(8, 1))
-    with pytest.raises(RuntimeError, match="on some devices"):
-        trainer.step(16)
-    assert_unchanged(values(replicas), before)
-
-
-@pytest.mark.parametrize("loop", ["replicas", "native", "halved",
+@pytest.mark.parametrize("loop", ["replicas", "halved",
                                   "with a forward pass for a log"])
 def test_sums_that_grow_are_summed_once(engine, devices, loop):
     """``grad_req="add"`` without `zero_grad`: the sum goes on growing, by the
     next batch's gradients, on any number of devices. What is written to it
     between sum and update is of that step, and of all devices."""
-    if loop == "native" and engine.name == "torch":
-        pytest.skip("the network itself is on the first device")
 
     def go(replicas, trainer):
         for rows in ROWS:
             X, y = batch(rows)
-            (train_natively if loop == "native" else backward)(replicas, X, y)
+            backward(replicas, X, y)
             trainer.allreduce_grads()
             if loop == "halved":
                 for p in replicas.params():
@@ -397,55 +276,10 @@ def test_sums_that_grow_are_summed_once(engine, devices, loop):
         *places, "nadam", epsilon=2.0 ** -10))
 
 
-def test_clipping_one_devices_part_is_refused(engine, devices):
-    """The commonest habit clips one device's part of the sum: refused before
-    anything changes."""
-    replicas, trainer = sgd(engine, devices)
-    backward(replicas, *batch(8))
-    for p in replicas.params():
-        g = p.list_grad()[0]
-        g *= 0.5
-    before = values(replicas), gradients(replicas)
-    for call in (trainer.allreduce_grads, lambda: trainer.step(8)):
-        with pytest.raises(RuntimeError, match="allreduce_grads.*changed on "
-                           "some devices.*clip_global_norm"):
-            call()
-    assert_unchanged(values(replicas), before[0])
-    assert_unchanged(gradients(replicas), before[1])
-    for p in replicas.params():     # a change on all devices is the user's
-        for g in p.list_grad():
-            g *= 0.5
-    trainer.step(8)
-    # And the next batch is a new one.
-    backward(replicas, *batch(8))
-    trainer.step(8)
-
-
-def test_what_is_added_on_a_device_without_rows_counts(engine, devices):
-    """Each adds its share of a penalty; to zeros there, not to the gradient
-    of an earlier batch, which the next pass voids after an abandoned one
-    too."""
-    def go(replicas, trainer):
-        train(replicas, trainer)
-        for rows in (1, 2):
-            backward(replicas, *batch(rows))
-            for p in replicas.params():
-                for g, w in zip(p.list_grad(), p.list_data()):
-                    g += w / len(replicas.devices)
-            trainer.step(rows)
-        backward(replicas, *batch(8))       # abandoned
-        backward(replicas, *batch(1))
-        trainer.step(1)
-        backward(replicas, *batch(8))
-        with mgpu.record():         # a forward pass for a log
-            replicas(mgpu.split_batch(*batch(1), replicas.devices)[0])
-        trainer.step(8)
-    check_as_on_one_device(engine, devices, go)
-
-
-def test_a_change_of_replica_0s_sum_reaches_all(engine, devices):
-    """Between all-reduce and update, where the framework clips; on torch also
-    as in ``p.grad.data.clamp_``, which it does not count."""
+@pytest.mark.parametrize("late", [False, True])
+def test_a_change_of_the_networks_gradient_is_applied(engine, devices, late):
+    """Before the step, or between its two halves, where the framework clips;
+    on torch also as in ``p.grad.data.clamp_``, which it does not count."""
     edits = [lambda g: g.__imul__(0.5)] * 2
     if engine.name == "torch":
         edits += [lambda g: g.data.clamp_(-1e-3, 1e-3),
@@ -454,11 +288,14 @@ def test_a_change_of_replica_0s_sum_reaches_all(engine, devices):
     def go(replicas, trainer):
         for edit, rows in zip(edits, ROWS):
             backward(replicas, *batch(rows))
-            trainer.allreduce_grads()
+            if late:
+                trainer.allreduce_grads()
             for p in replicas.params():
-                edit(p.list_grad()[0])
-            trainer.update(rows)
-        assert_replicas_equal(gradients(replicas))
+                edit(p.grad())
+            if late:
+                trainer.update(rows)
+            else:
+                trainer.step(rows)
     check_as_on_one_device(engine, devices, go)
 
 
@@ -550,52 +387,6 @@ def test_a_step_calls_what_a_subclass_overrides(backend, devices, overridden,
     assert_close(*found)
 
 
-@pytest.mark.skipif("torch" not in BACKENDS, reason="a habit of torch")
-def test_writes_that_torch_does_not_count_are_seen():
-    """To one device's part, before the sum. A large gradient whose rows are
-    opposites: its values add up to 0, also after some of these writes. None
-    is one too."""
-    from torch import nn
-
-    with using_engine("torch"):
-        for dtype, edit in (
-                ("float64", lambda g: g.clamp_(-1e-3, 1e-3)),
-                ("float64", lambda g: g.numpy().__imul__(0.5)),
-                ("float32", lambda g: g.copy_(g.roll(1, 0))),
-                ("float64", lambda g: g.copy_(g.roll(1, 1))),
-                ("float32", lambda g: g.neg_()),
-                ("float64", lambda g: g[0, -2:].neg_()),
-                ("float64", None)):
-            net = nn.Linear(2048, 2)
-            replicas = mgpu.initialize(net, on(0, 1), "xavier", dtype=dtype)
-            trainer = mgpu.Trainer(replicas, "sgd")
-            X = np.random.default_rng(0).normal(size=(4, 2048)).astype(dtype)
-            with mgpu.record():
-                losses = [out[:, 0] - out[:, 1] for out in replicas(
-                    mgpu.split_and_load(X, replicas.devices))]
-            mgpu.backward(losses)
-            if edit is None:
-                net.weight.grad = None
-            else:
-                edit(net.weight.grad.data)
-            with pytest.raises(RuntimeError, match="'weight' changed on"):
-                trainer.step(4)
-
-
-def test_sums_that_another_trainer_has_applied_are_not_applied_again(
-        backend, devices):
-    replicas = initialize(mlp(backend), devices)
-    first, second = (mgpu.Trainer(replicas, "sgd") for _ in range(2))
-    backward(replicas, *batch(8))
-    first.allreduce_grads()
-    backward(replicas, *batch(8, 1))
-    second.step(8)
-    before = values(replicas)
-    with pytest.raises(RuntimeError, match="received those of another"):
-        first.update(8)
-    assert_unchanged(values(replicas), before)
-
-
 def test_a_backward_pass_after_the_sum_is_refused(backend, devices):
     for request_ in ("write", "add"):
         replicas, trainer = sgd(backend, devices)
@@ -605,11 +396,8 @@ def test_a_backward_pass_after_the_sum_is_refused(backend, devices):
         trainer.allreduce_grads()
         backward(replicas, *batch(8, 1))
         before = values(replicas)
-        with pytest.raises(RuntimeError, match={
-                "write": "a backward pass has written since.* penalties too "
-                         ".* grad_req='add' and call",
-                "add": "has written since. Call allreduce_grads again"}[
-                    request_]):
+        with pytest.raises(RuntimeError, match="has written since. Call "
+                           "allreduce_grads again"):
             trainer.update(8)
         assert_unchanged(values(replicas), before)
         trainer.step(8)     # sums the new ones
@@ -672,7 +460,7 @@ def test_gradients_are_summed_once(backend, devices):
         with pytest.raises(RuntimeError) as caught:
             call()
         assert str(caught.value) == (
-            f"{name} works on gradients that allreduce_grads has summed; "
+            f"{name} works on gradients that allreduce_grads has taken; "
             "received none since the last update. Call allreduce_grads "
             "first, or step for both.")
     assert_unchanged(values(replicas), before)

@@ -1,8 +1,5 @@
 """Recording, backward, `parallel`, the step and the loop."""
-import itertools
-import logging
 import os
-import random
 import re
 import sys
 import types
@@ -195,66 +192,6 @@ def test_a_wrong_seed_is_refused(backend):
                f"seed must be an integer of 0 or more; received {wrong!r}.")
 
 
-def counting_losses(backend):
-    """By name: losses that keep a count, in different places."""
-    array, memory = mgpu.put(np.zeros(1), mgpu.cpu(0)), bytearray(1)
-    numbers, total = itertools.cycle([1, 2]), {"rows": 0}
-    module = types.ModuleType("counting_module")
-    module.calls = 0
-
-    def in_a_global(pred, label):
-        global COUNT
-        COUNT = globals().get("COUNT", 0) + 1
-        return LOSS(pred, label) * COUNT
-
-    def in_a_dict(pred, label):
-        total["rows"] += len(label)
-        return LOSS(pred, label)
-
-    def in_an_array(pred, label):
-        array[:] = array + 1
-        return LOSS(pred, label)
-
-    def in_memory(pred, label):
-        memory[0] += 1
-        return LOSS(pred, label) * memory[0]
-
-    def in_a_module(pred, label):
-        import counting_module
-        counting_module.calls += 1
-        return LOSS(pred, label) * counting_module.calls
-
-    class Annealed(mgpu.losses.Loss):
-        steps = 0.0
-
-        def __call__(self, pred, label):
-            self.steps += 0.1
-            return LOSS(pred, label) * self.steps
-    sys.modules["counting_module"] = module
-    found = {
-        "global": in_a_global, "dict": in_a_dict, "array": in_an_array,
-        "memory": in_memory, "module": in_a_module, "attribute": Annealed(),
-        "iterator": lambda pred, label: LOSS(pred, label) * next(numbers),
-        "random": lambda pred, label: LOSS(pred, label) * np.random.random()}
-    if backend.name == "torch":
-        import torch
-        layer = torch.nn.Linear(1, 1)
-        layer.calls = 0
-        schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(
-            [torch.zeros(1, requires_grad=True)], 1.0), lambda step: step + 1)
-        schedule.optimizer.step()       # or torch warns
-
-        def in_a_layer(pred, label):
-            layer.calls += 1
-            return LOSS(pred, label) * layer.calls
-
-        def in_a_schedule(pred, label):
-            schedule.step()
-            return LOSS(pred, label) * schedule.get_last_lr()[0]
-        found |= {"layer": in_a_layer, "schedule": in_a_schedule}
-    return found
-
-
 # -- train_batch --------------------------------------------------------------
 
 def test_train_batch_is_one_step_of_the_whole_batch(engine, devices):
@@ -367,51 +304,39 @@ def test_labels_without_inputs_are_refused(backend):
     assert_unchanged(values(replicas), before)
 
 
-@pytest.mark.parametrize("request_", ["write", "add"])
-def test_a_loss_that_counts_its_calls_is_refused_on_several_devices(
-        backend, devices, request_):
-    """Before anything changes. Where one device has all rows, it is called
-    once."""
-    for name, loss in counting_losses(backend).items():
-        replicas, _, trainer = set_up(backend, devices)
-        for p in replicas.params():
-            p.grad_req = request_
-        mgpu.train_batch(*batch(1), replicas, loss, trainer)
-        assert trainer.num_update == 1, name
-        replicas.zero_grad()
-        before = values(replicas)
-        with pytest.raises(ValueError, match="keeps no state.*outside"):
-            mgpu.train_batch(*batch(8), replicas, loss, trainer)
-        assert_unchanged(values(replicas), before)
-
-
-def test_a_loss_that_reads_what_changes_between_steps(engine, devices):
-    """Settings, parameters, caches and what is made in the first call."""
-    class Free:
-        def __init__(self):
-            self.step, self.ones, self.cache = 0, None, {}
-            self.weight = [mgpu.put(np.full(1, 2.0), d) for d in devices]
-            self.options = types.SimpleNamespace(scale=[1])
+def test_a_loss_is_called_once_a_step(backend, devices):
+    """Whatever it counts, draws or returns: one number is minimised as it
+    stands, and may depend on all rows together."""
+    class Annealed(mgpu.losses.Loss):
+        steps = 0
 
         def __call__(self, pred, label):
-            logging.getLogger("reads").debug("rows: %d", len(label))
-            if self.ones is None:
-                self.ones = np.ones(1)
-            key = str(getattr(pred, "ctx", len(label)))
-            self.cache.setdefault(key, np.zeros(1))
-            return LOSS(pred, label) * float(self.step * self.ones[0]) \
-                * float(mgpu.to_numpy(self.weight[0])[0]) \
-                * self.options.scale[0]
+            self.steps += 1
+            return LOSS(pred, label) * self.steps
 
-    def go(replicas, trainer):
-        loss = Free()
-        for step, rows in enumerate((5, 8, 2, 1), 1):
-            loss.step = step
-            loss.weight[0] += 0.5
-            loss.options.scale[0] *= 0.5
-            random.random()
-            mgpu.train_batch(*batch(rows), replicas, loss, trainer)
-    check_as_on_one_device(engine, devices, go)
+    def drawn(pred, label):
+        return LOSS(pred, label) * np.random.random()
+
+    def mean(pred, label):
+        return LOSS(pred, label).mean()
+
+    def contrastive(pred, label):
+        scores = backend.ops.dot(pred, pred.T)
+        return (scores * scores).mean() + LOSS(pred, label).mean()
+    found = []
+    for make in (Annealed, lambda: drawn, lambda: contrastive, lambda: mean,
+                 lambda: LOSS):
+        def go(replicas, trainer, make=make):
+            loss = make()
+            np.random.seed(3)
+            for rows in (8, 1, 5):
+                first, *others = mgpu.train_batch(*batch(rows), replicas,
+                                                  loss, trainer)
+                if loss in (mean, contrastive):
+                    assert mgpu.to_numpy(first).size == 1
+                    assert others == [None] * (len(replicas) - 1)
+        found.append(values(check_as_on_one_device(backend, devices, go)[0]))
+    assert_close(*found[-2:])       # the mean of all is what is minimised
 
 
 def test_a_wrong_trainer_is_refused(backend):
@@ -458,9 +383,6 @@ def test_wrong_batches_and_losses_change_nothing(engine):
     before = values(replicas)
     X, y = batch(6)
     foreign, name = foreign_array(engine)
-    # (A zero-dimensional array exists only in MXNet's NumPy mode.)
-    legacy = engine.name == "mxnet" and not type(
-        mgpu.put(X, mgpu.cpu(0))).__module__.startswith("mxnet.numpy")
     for (X_, y_), error, text in (
             ((X, y[:5]), ValueError, "X and y must have equally many rows; "
              "received 6 and 5. Cut them to one length."),
@@ -471,16 +393,14 @@ def test_wrong_batches_and_losses_change_nothing(engine):
         refuse(lambda: mgpu.train_batch(X_, y_, replicas, loss, trainer),
                error, text)
     for wrong, received in (
-            (lambda out, y: loss(out, y).mean(), "shape (1,)" if legacy
-             else "shape ()"),
-            (lambda out, y: loss(out, y)[:1], "shape (1,)"),
-            (lambda out, y: out, "shape (2, 3)"),
+            (lambda out, y: loss(out, y)[:4], "shape (4,)"),
             (lambda out, y: 0.5, "a float"), (lambda out, y: None, "None")):
         refuse(lambda: mgpu.train_batch(X, y, replicas, wrong, trainer),
                ValueError, "the loss must return one value per example, "
-               f"shape (2,); received {received}. Use a loss of mgpu.losses, "
-               "or wrap one that averages: mgpu.losses.per_example(loss); on "
-               "torch also reduction='none'.")
+               "shape (6,), or several, whose mean counts; received "
+               f"{received}. Use a loss of mgpu.losses, or wrap one that "
+               "averages: mgpu.losses.per_example(loss); on torch also "
+               "reduction='none'.")
         assert flags() == (False, False)
     with pytest.raises(ValueError, match="labels must be class numbers 0 to "
                        "2; received"):

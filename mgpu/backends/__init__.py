@@ -132,6 +132,12 @@ def using_backend(name: str) -> Iterator[Backend]:
         _scoped.reset(token)
 
 
+def in_use(backend: Backend) -> contextlib.AbstractContextManager[Backend]:
+    """`using_backend`, unless the code around does that."""
+    return contextlib.nullcontext(backend) if _scoped.get() == backend.name \
+        else using_backend(backend.name)
+
+
 def default_backend() -> str:
     """The name of the engine that a script uses without choosing one.
 

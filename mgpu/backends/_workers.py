@@ -54,9 +54,6 @@ class Workers:
         that sets the caller's per-thread modes in the worker.
     idle : float
         Seconds.
-    leading : bool
-        The thunks are not those of devices: they may give work to the
-        threads of other `Workers`, and no Profile times them.
     aside : callable
         Gives a block in which the calling thread waits for these threads: it
         holds no lock there that a thunk of another caller may wait for.
@@ -64,10 +61,10 @@ class Workers:
 
     def __init__(self, name: str, start: Callable[[], None],
                  carry: Callable[[], Callable[[], ContextManager]],
-                 idle: float = IDLE, leading: bool = False,
+                 idle: float = IDLE,
                  aside: Callable[[], ContextManager] = nullcontext):
         self._name, self._start, self._carry = name, start, carry
-        self._idle, self._leading, self._aside = idle, leading, aside
+        self._idle, self._aside = idle, aside
         self._reset()
         # A forked child has none of its parent's threads.
         os.register_at_fork(after_in_child=self._reset)
@@ -87,8 +84,9 @@ class Workers:
         """Return the results when all thunks have returned, or raise the
         first exception by number.
 
-        Inside a thunk, they run one after the other, because they may need
-        the thread that the thunk runs in. After Ctrl-C either no thunk has
+        One thunk runs in the calling thread. Inside a thunk, they run one
+        after the other, because they may need the thread that the thunk runs
+        in. After Ctrl-C either no thunk has
         begun or all have run, once: none waits for one that was never
         started, and no thread goes on after the call (a second Ctrl-C does
         not wait). Without `carry` they run in no modes of the caller's: they
@@ -102,9 +100,9 @@ class Workers:
                 "that it interrupts waits for some; received a call of mgpu "
                 "in one. Set a flag in the handler, and look at it between "
                 "steps.")
-        call = _Call([partial(probes.as_host, probes.host(), thunk)
-                      for thunk in thunks] if self._leading
-                     else probes.timed(thunks),
+        if len(thunks) == 1:
+            return run_in_turn(thunks)
+        call = _Call(probes.timed(thunks),
                      self._carry() if carry else nullcontext)
         if thunks:
             with self._aside(), self._one_call:
@@ -150,7 +148,7 @@ class Workers:
             thread.join(max(0.0, end - time.monotonic()))
 
     def _loop(self, i: int, jobs: Jobs) -> None:
-        _here.inside = not self._leading
+        _here.inside = True
         self._start()
         while True:
             try:

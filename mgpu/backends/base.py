@@ -1,11 +1,10 @@
 """The contract of an engine: what MXNet and PyTorch do differently.
 
 What is the same on both engines is written once, in the other modules of
-`mgpu`. An engine writes four classes:
+`mgpu`. An engine writes three classes:
 
 - `Ops`: functions of arrays whose names or arguments differ;
-- `Replica`: a user's network on one device;
-- `Network`: a user's network before and while it lives on several devices;
+- `Network`: a user's network, and its passes on several devices;
 - `Backend`: arrays, gradients, recording, work on several devices.
 
 A method marked ``@abstractmethod`` is required. Every other one is optional:
@@ -21,23 +20,25 @@ Neutral code may use these directly on native arrays of either engine:
 ``x.reshape(shape)`` (a tuple), ``len(x)``. Everything else goes through
 `Ops`; not ``x.clip``, whose bounds MXNet rounds to float32.
 """
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import (Callable, Iterable, Iterator, Mapping, Sequence,
-                             Set)
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import (AbstractContextManager, ExitStack, contextmanager,
                         nullcontext)
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+import _signal      # `signal` makes enums in each call
 import inspect
 import math
 import random
 import re
+import threading
+
 import numpy as np
 
 from mgpu.backends import messages
+from mgpu.backends.containers import Batch, Call, Probed
 from mgpu.files import FilePath
 
 Array = Any     # mx.np.ndarray, mx.nd.NDArray or torch.Tensor
@@ -75,7 +76,8 @@ class Spec(NamedTuple):
     shape: tuple[int, ...] | None       # None: not known before a forward
     dtype: str
     grad_req: str           # write, add, null
-    init: tuple[str, dict[str, Any]] | None = None      # the layer's own
+    #: the layer's own initialiser, by name or as an object, and its options
+    init: tuple[Any, dict[str, Any]] | None = None
     lr_mult: float = 1.0
     wd_mult: float = 1.0
     #: what a gamma or beta that its layer does not learn starts from; where
@@ -181,6 +183,10 @@ def named(known: dict[str, Layer], kind: str, options: dict[str, Any],
 #: ``normalise(call, index)`` computes the output of a batch-norm layer in
 #: training for the replica `index`, and updates the running statistics.
 Normalise = Callable[[BatchNormCall, int], Array]
+
+
+#: ``run(thunks)``: the results of thunks, one for each device that runs
+Runner = Callable[[Sequence[Callable[[], Any]]], list[Any]]
 
 
 # -- functions of arrays ------------------------------------------------------
@@ -336,125 +342,6 @@ class Float32Functions:
     met: dict[str, None] = field(default_factory=dict)
 
 
-class BackwardPasses:
-    """Which devices of a network hold gradients of the latest batch, told by
-    the backward passes since the last step.
-
-    No pass says which batch it is of, and a batch may have several on each
-    device: an attack on its rows, then the pass that trains. There are two
-    readings: a device that is reached again begins a new batch; or it does
-    so only if others were reached in between. All devices count if one of
-    the readings says so and each had equally many passes. Otherwise both
-    must agree, and leave out devices behind all others (rows fill the first
-    ones first), with another number of passes. Everything else is in doubt.
-    A pass that reaches some devices of an earlier one, and not the same,
-    begins a new batch.
-
-    Attributes
-    ----------
-    void : set of int
-        Devices whose gradients are of an earlier batch.
-    doubt : dict of int -> int
-        How many passes each device had, if that does not tell. None of them
-        is in `void` then.
-    """
-
-    def __init__(self) -> None:
-        self.void, self.doubt = frozenset[int](), dict[int, int]()
-        self._number: int | None = None
-        self._this = frozenset[int]()
-        self._now = self._before = _History({}, set(), set(), frozenset(),
-                                            self._this)
-
-    def reached(self, number: int, devices: Iterable[int],
-                holding: Callable[[], Iterable[int]]) -> None:
-        """The pass `number` reaches `devices`; it may be told one by one.
-        `holding()`: those with fresh gradients ("write" only) before it."""
-        if number != self._number:
-            self._before = self._now.left(frozenset(holding()))
-            self._number, self._this = number, frozenset()
-        self._this |= frozenset(devices)
-        self._now = self._before.then(self._this)
-        if self._before.counts:
-            self.void, self.doubt = self._now.judged()
-        else:       # the first since the step
-            self.void, self.doubt = self._now.old, {}
-
-
-class _History(NamedTuple):
-    """The passes since the last step. Devices that one pass reaches are
-    together from then on."""
-
-    counts: dict[frozenset[int], int]       # of passes
-    # What is of the latest batch, if each device that was reached again began
-    # one, or went on with its own where it could.
-    least: Set[frozenset[int]]
-    most: Set[frozenset[int]]
-    old: frozenset[int]         # devices, of earlier batches for certain
-    last: frozenset[int]        # the last pass
-
-    def left(self, fresh: frozenset[int]) -> "_History":
-        """Without what was used since; with what nobody has told."""
-        counts = {one: n for one, n in self.counts.items() if one & fresh}
-        new = {frozenset([i]): 1 for i in fresh.difference(self.old, *counts)}
-        return _History({**counts, **new},
-                        self.least & counts.keys() | new.keys(),
-                        self.most & counts.keys() | new.keys(),
-                        self.old & fresh, self.last)
-
-    def then(self, this: frozenset[int]) -> "_History":
-        if any(this & one and this != one for one in self.counts):
-            old = self.old.union(*self.counts) - this
-            return _History({this: 1}, {this}, {this}, old, this)
-        again = this in self.most and this != self.last
-        return _History(
-            {**self.counts, this: self.counts.get(this, 0) + 1},
-            {this} if this in self.least else self.least | {this},
-            {this} if again else self.most | {this}, self.old - this, this)
-
-    def judged(self) -> tuple[frozenset[int], dict[int, int]]:
-        """`BackwardPasses.void` and `BackwardPasses.doubt`."""
-        counts = {i: n for one, n in self.counts.items() for i in one}
-        equal = len(set(counts.values())) == 1
-        void = frozenset(counts).difference(*self.most)
-        if self.least == self.most:
-            clear = not void or not equal and \
-                min(void) > max(counts.keys() - void)
-        else:
-            void = frozenset()
-            clear = equal and self.counts.keys() in (self.least, self.most)
-        return (void | self.old, {}) if clear else (self.old, counts)
-
-
-class Watch:
-    """An announcement of `Backend.watch_gradients`.
-
-    Attributes
-    ----------
-    passes : BackwardPasses
-    observed : bool
-        Whether somebody may ask what the user writes to the gradients.
-    renew : callable
-        A weak reference to a function that announces the arrays anew where
-        the user has changed which are trained, and how.
-    moved : callable
-        A weak reference to a function that is called after a backward pass,
-        where running statistics move in it (and not in the forward pass).
-    wide : bool
-        Whether other processes hold gradients of the same step.
-    """
-
-    observed, wide = True, False
-    renew: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
-    moved: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
-
-    def __init__(self) -> None:
-        self.passes = BackwardPasses()
-
-    def note(self, on: bool) -> None:
-        """Nothing is announced yet, and nothing to be noted."""
-
-
 class Kwargs(dict[str, Any]):
     """Inputs of a network by the names of its forward's parameters.
 
@@ -473,62 +360,6 @@ def apart(inputs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if inputs and isinstance(inputs[-1], Kwargs):
         return tuple(inputs[:-1]), dict(inputs[-1])
     return tuple(inputs), {}
-
-
-class Replica(ABC):
-    """A network on one device.
-
-    Attributes
-    ----------
-    device : Device
-    index : int
-        Its place in the list of devices.
-    """
-
-    device: Device
-    index: int
-
-    @abstractmethod
-    def __call__(self, *inputs: Array, **named: Array) -> Any:
-        """Run the network on this device's inputs. It runs in training mode
-        inside ``scope(training=True)``, in prediction mode otherwise, and
-        without a graph outside ``scope(recording=True)``, whatever the
-        user's flags say; those are put back.
-
-        Raises
-        ------
-        ValueError
-            `messages.wrong_device`: an array that is known to lie elsewhere.
-        TypeError
-            `messages.refuse_foreign`: an array of the other framework.
-        """
-
-    @abstractmethod
-    def array(self, number: int) -> Array:
-        """The device's own parameter or buffer `number`, counted as in
-        `Network.specs`; not a copy."""
-
-
-class Turns:
-    """Of replicas that run in threads, and share Python objects or a random
-    stream: one runs at a time. Here: nothing is shared, and all run at
-    once."""
-
-    #: how many replicas may run at once; None: one per core
-    at_once: int | None = None
-
-    def begin(self, index: int) -> None:
-        """Replica `index` runs from now on."""
-
-    def end(self, index: int) -> None:
-        """It halts, until `begin`."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, error: Any, *_: Any) -> None:
-        """All have ended. RuntimeError for what has no meaning on several
-        devices."""
 
 
 #: the slot of the average of a weight that a step of the user's own keeps
@@ -627,59 +458,95 @@ class OwnParts(ABC):
         """For the block of one step, which fills what it gives."""
 
 
-class GivenGroup(NamedTuple):
-    """Some parameters, and how an optimiser object of a framework's own moves
-    them, as it is now."""
+class OptimizerGroup(NamedTuple):
+    """Some parameters, and how an optimizer object moves them now."""
 
     #: `Spec.name` of each; None: all that the trainer has
     names: frozenset[str] | None
-    #: a name of `mgpu.optimizers`, such as "sgd"
-    family: str
+    #: a name of `mgpu.optimizers`, such as "sgd"; None: a formula that mgpu
+    #: does not have
+    family: str | None
     #: under mgpu's names, learning_rate and wd too
     options: dict[str, Any]
 
 
-class GivenOptimizer(ABC):
-    """An optimiser object of a framework's own that a trainer was given.
+#: what an optimizer remembers: by parameter and slot, and updates by parameter
+Memory = tuple[dict[tuple[str, str], np.ndarray], dict[str, int]]
 
-    The trainer reads it before each update, since programs and schedules
-    change its options. It never moves a parameter itself."""
 
-    #: by object, that of the trainer whose steps it has taken
-    _owners: ClassVar["weakref.WeakKeyDictionary[Any, weakref.ref[Any]]"] = \
-        weakref.WeakKeyDictionary()
+class OptimizerObject(ABC):
+    """An optimizer of a framework, which a `Trainer` steps.
+
+    Its options, its memory and its schedule are its own. Programs and
+    schedules may change them at any time."""
 
     #: whose formulas
     semantics: str
-    #: ``rate = schedule(number of the update)``, where the object has one
-    schedule: Callable[[int], float] | None = None
     #: what the gradients are multiplied by, besides the division by the batch
     scale: float = 1.0
-    #: whether a schedule of the trainer's may replace its rate
+    #: whether `schedule` may be set
     takes_schedule: bool = True
-
-    def set_learning_rate(self, rate: float) -> None:
-        """Do what `Trainer.set_learning_rate` says to the object itself."""
-        raise ValueError(
-            "the learning rate is the optimiser object's own; received "
-            f"{rate!r}. Set it there: the trainer reads it before each "
-            "update.")
-
-    def load_learning_rate(self, rate: float) -> None:
-        """States were loaded, which were saved with this rate."""
-        return
 
     def __init__(self, x: Any) -> None:
         self.object = x
 
-    def updated(self) -> None:
-        """The trainer has applied an update."""
-        self._owners[self.object] = weakref.ref(self)
+    #: ``rate = schedule(number of the update)``, where it has one
+    schedule: Callable[[int], float] | None = None
 
-    def taken(self) -> bool:
-        """Whether another trainer has stepped with the object."""
-        owner = self._owners.get(self.object)
-        return owner is not None and owner() is not self
+    @property
+    @abstractmethod
+    def learning_rate(self) -> float:
+        """Of the first group, without a schedule."""
+
+    @abstractmethod
+    def set_learning_rate(self, rate: float) -> None:
+        """ValueError for groups with different rates."""
+
+    def names(self) -> frozenset[str] | None:
+        """The network's parameters that it moves now; None: all that the
+        trainer has."""
+        return None
+
+    def others(self) -> list[Array]:
+        """What it moves besides: the parameters of a loss, for example."""
+        return []
+
+    def gradients_of_others(self) -> list[Array]:
+        """Of each of `others`; zeros where there was none."""
+        return []
+
+    @abstractmethod
+    def step(self, arrays: Mapping[str, Array],
+             factors: Callable[[str], tuple[float, float]], scale: float,
+             loss_scale: float) -> None:
+        """Update `arrays`, by the gradients that they have, times `scale`
+        and divided by `loss_scale`. Gradients stay as they are; those of
+        `others` are cleared.
+
+        Parameters
+        ----------
+        arrays : mapping of str -> native array
+            By `Spec.name`, in Gluon's order.
+        factors : callable
+            By name, what the rate and the weight decay are multiplied by.
+        """
+
+    def count(self, before: int) -> int:
+        """The number of updates behind a step."""
+        return before + 1
+
+    @abstractmethod
+    def groups(self) -> list[OptimizerGroup]:
+        """Its groups with the options that they have now."""
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """Copies. Slots are those of `mgpu.optimizers` where mgpu has the
+        formula."""
+
+    @abstractmethod
+    def load(self, memory: Memory, arrays: Mapping[str, Array]) -> None:
+        """Put `memory` back."""
 
     def export(self) -> list[dict[str, Any]] | None:
         """For each group its names and all its options, as JSON has them;
@@ -687,16 +554,10 @@ class GivenOptimizer(ABC):
         return None
 
     def fit(self, saved: Sequence[Mapping[str, Any]] | None, rate: float
-            ) -> tuple[list[GivenGroup], Callable[[], None]]:
-        """What `read` returns once `export` is put back (None: only the
-        rate of the first group is known), and a function that does that.
-        ValueError for those of other groups."""
-        return self.read(), partial(self.load_learning_rate, rate)
-
-    @abstractmethod
-    def read(self) -> list[GivenGroup]:
-        """Its groups, in one order, to which new ones may be added. An Error
-        that names what has no counterpart here."""
+            ) -> Callable[[], None]:
+        """A function that puts `export` back (None: the rate of the first
+        group is all that is known). ValueError for other groups."""
+        return partial(self.set_learning_rate, rate)
 
 
 class GivenInitializer(ABC):
@@ -719,7 +580,7 @@ class Given:
     kind that has no counterpart. See `mgpu.backends.given`."""
 
     def optimizer(self, x: Any, network: "Network"
-                  ) -> GivenOptimizer | None:
+                  ) -> OptimizerObject | None:
         """An optimiser, for a trainer of `network`."""
         return None
 
@@ -744,9 +605,6 @@ class Network(ABC):
     own_arithmetic: bool = False
     #: None: the engine has no choice
     float32: Float32Functions | None = None
-    #: whether all replicas are `net` itself, which has what the passes of a
-    #: device keep while a pass or a loss of that device runs
-    is_shared: bool = False
     #: whether what a `LayerCallback` returns takes the place of outputs
     replaces: bool = False
     #: what `watch_layers` has seen besides layers: see `LayerCallback`
@@ -781,22 +639,22 @@ class Network(ABC):
         """What the framework calls each entry of `specs`."""
         return [spec.name for spec in self.specs()]
 
-    def state(self, first: Replica) -> dict[str, Any]:
-        """All values of `first`, replica 0, by the framework's own names, as
-        its own files have them; no copies."""
+    def state(self) -> dict[str, Any]:
+        """All values by the framework's own names, as its own files have
+        them; no copies."""
         names = self.own_names()
-        found = {name: first.array(i) for i, name in enumerate(names)}
+        found = {name: self.array(i) for i, name in enumerate(names)}
         for name, *others in self.aliases().values():
             found.update(dict.fromkeys(others, found[name]))
         return found
 
-    def fit_state(self, values: Mapping[str, Any], first: Replica,
-                  strict: bool) -> tuple[dict[int, Any], list[str], list[str]]:
+    def fit_state(self, values: Mapping[str, Any], strict: bool
+                  ) -> tuple[dict[int, Any], list[str], list[str]]:
         """What `state` of a network gave, for this one: by number of the
         entry its new value; the names that miss, and those that are unknown.
         With `strict` there are none, or RuntimeError, which lists all, as it
         does other shapes. Nothing has changed."""
-        own = self.state(first)
+        own = self.state()
         numbers = {name: i for i, name in enumerate(self.own_names())}
         for name, *others in self.aliases().values():
             numbers.update(dict.fromkeys(others, numbers[name]))
@@ -848,51 +706,21 @@ class Network(ABC):
                                      "names of Gluon's graphs")
 
     @abstractmethod
-    def set_grad_req(self, number: int, grad_req: str,
-                     arrays: Sequence[Array]) -> None:
-        """Freeze or unfreeze one entry, whose array on each device is in
-        `arrays`."""
-
-    def adopt(self, number: int, arrays: Sequence[Array],
-              earlier: Array) -> None:
-        """The user has put ``arrays[0]`` in the place of replica 0's array
-        `earlier`: give it the same gradient, on all devices."""
-        return
-
-    def follow(self) -> None:
-        """Before a pass: what the user has changed of the network, besides
-        its arrays, is so on all devices. Refuses other layers."""
-        return
-
-    def begin_lag(self, source: int | None) -> None:
-        """A pass begins in which some devices may have no rows, and `source`
-        does: see `catch_up`. None: all have some."""
-        return
-
-    def catch_up(self, source: int, idle: Sequence[int]) -> None:
-        """Devices `idle` had no rows in a pass: they take what that of device
-        `source` has kept since `begin_lag` outside of the arrays of
-        `specs`."""
-        return
+    def set_grad_req(self, number: int, grad_req: str) -> None:
+        """Freeze or unfreeze one entry."""
 
     def extra_names(self) -> list[str]:
         """Which of its layers have a state besides arrays: see
         `extra_states`."""
         return []
 
-    def extra_states(self) -> dict[str, list[Any]]:
-        """By name, on each device: what layers give of themselves to be
-        saved, besides the arrays of `specs`. ValueError for what they could
-        not take back."""
+    def extra_states(self) -> dict[str, Any]:
+        """By name, what layers give of themselves to be saved, besides the
+        arrays of `specs`. ValueError for what they could not take back."""
         return {}
 
-    def set_extra_states(self, states: Mapping[str, Sequence[Any]]) -> None:
+    def set_extra_states(self, states: Mapping[str, Any]) -> None:
         """Give it back to the layers."""
-        return
-
-    def check_kept(self, backward: bool = False) -> None:
-        """After passes of several devices since `follow`: refuses what they
-        have kept in one place; `backward`: what backward passes have."""
         return
 
     def predicts(self) -> bool:
@@ -950,45 +778,75 @@ class Network(ABC):
         call too. What is loaded before stays.
 
         Returns whether it does; by default no, and the values are written
-        after `replicate`."""
+        after `place`."""
         return False
 
+    # on several devices
+
     @abstractmethod
-    def replicate(self, devices: Sequence[Device]) -> list[Replica]:
-        """One replica per device, each with storage of its own (also where
-        two devices share memory) and gradients attached. Replica 0 is the
-        user's own object. All have the network's own values; an entry
-        without one is undefined until it is written through `Replica.array`.
-        Shapes must be known."""
+    def place(self, devices: Sequence[Device]) -> None:
+        """Move the network to the first of `devices`, and let `run` run it on
+        all of them. Shapes are known. Values stay; an entry without one is
+        undefined until it is written through `array`. Gradients are attached
+        as `specs` say."""
 
-    # passes of all replicas: override them where devices need not wait
+    @abstractmethod
+    def array(self, number: int) -> Array:
+        """The network's own parameter or buffer `number`, counted as in
+        `specs`; not a copy."""
 
-    def forward(self, replicas: Sequence[Replica],
-                inputs: Sequence[Sequence[Array] | None]) -> list[Any]:
-        """``replicas[i](*inputs[i])`` for each device, at the same time, with
-        names as `apart` finds them; None for a device whose entry is None."""
-        return self.backend.parallel(forward_calls(replicas, inputs))
+    @abstractmethod
+    def arrays(self, number: int) -> list[Array]:
+        """`array`, then each other device's copy.
 
-    def forward_backward(self, replicas: Sequence[Replica],
-                         inputs: Sequence[Sequence[Array] | None],
-                         head: Callable[[int, Array], Array],
-                         leaves: Callable[[int], Sequence[Array]]) -> None:
-        """Run `forward`, then ``head(i, output)``, the loss of device i, then
-        `Backend.backward`; to be called inside ``scope(recording=True)``.
+        A copy has the network's value; of a running statistic, the device's
+        own. The next pass overwrites what is written to a copy."""
 
-        No device has to wait for another in between, unless losses depend on
-        other leaves than ``leaves(i)``, those of replica i.
+    @abstractmethod
+    def write_statistics(self, number: int, values: Sequence[Array]) -> None:
+        """Running statistics: ``values[0]`` is written to the network, and
+        ``values[i]`` is device i's own from now on."""
+
+    @abstractmethod
+    def written(self, number: int) -> None:
+        """Somebody has written to `array`: all devices follow it again."""
+
+    @abstractmethod
+    def run(self, calls: Mapping[int, Call], batch: Batch) -> dict[int, Any]:
+        """Call the network on several devices at the same time.
+
+        Layers train inside ``scope(training=True)`` and predict otherwise;
+        without ``scope(recording=True)`` nothing is recorded. In a recorded
+        pass that trains, each device moves its own running statistics; a
+        device without a call follows the network, and so do all devices in
+        prediction. If device 0 has no call, the network's buffers are those
+        of the first that has one.
+
+        Parameters
+        ----------
+        calls : mapping of int -> (args, kwargs)
+            The arguments for each device that has examples.
+        batch : Batch
+            What the calls are parts of.
+
+        Returns
+        -------
+        dict
+            What forward returns on each device, connected with the network's
+            own parameters.
 
         Raises
         ------
-        RuntimeError
-            A loss that was not recorded or, where devices do not wait, that
-            depends on the leaves of another replica.
+        ValueError
+            `messages.wrong_device`: an array that is known to lie elsewhere.
+        TypeError
+            `messages.refuse_foreign`: an array of the other framework.
         """
-        outputs = self.forward(replicas, inputs)
-        self.backend.backward(self.backend.parallel([
-            partial(head, i, outputs[i]) for i in range(len(outputs))
-            if inputs[i] is not None]))
+
+    @abstractmethod
+    def probe(self, call: Call, device: int) -> Probed | None:
+        """Call the network on one device without gradients, and leave nothing
+        behind in it or in random streams. None where forward raises."""
 
     # optional: ways to compute (`Options`)
 
@@ -998,14 +856,14 @@ class Network(ABC):
         return None
 
     def prepare(self, options: Options, devices: Sequence[Device]) -> None:
-        """Announce that `replicate` is to make replicas on `devices` with
+        """Announce that `place` is to put the network on `devices` with
         `options`.
 
-        ``hybridize``: passes of the replicas run as compiled code, with the
-        meaning of the network's layers: the same streams of dropout masks,
-        the same running statistics. A replica's first training pass and its
-        first prediction pass are compiled for each shape of inputs, one at a
-        time. Inside `watch_layers`, `use_masks` and `Backend.strict` the
+        ``hybridize``: passes run as compiled code, with the meaning of the
+        network's layers: the same streams of dropout masks, the same running
+        statistics. The first training pass and the first prediction pass are
+        compiled for each shape of inputs, one at a time. Inside
+        `watch_layers`, `use_masks` and `Backend.strict` the
         network runs layer by layer. ``channels_last``: 4-d parameters and
         inputs keep their values and lie in memory with the channels last,
         where the engine has such an order. ``autocast``: passes run with that
@@ -1079,9 +937,11 @@ class Network(ABC):
                 setattr(layer, name, 0.0)
             yield
 
-    def use_batch_norm(self, normalise: Normalise | None) -> ContextManager:
-        """Inside the block, training passes of the replicas compute every
-        batch-norm layer by `normalise` (None: the default, per device).
+    def use_batch_norm(self, normalise: Normalise, run: Runner
+                       ) -> ContextManager:
+        """Inside the block, `Network.run` in training computes every
+        batch-norm layer by `normalise`, and calls the devices' passes by
+        `run`, in which they may wait for each other.
 
         Raises
         ------
@@ -1089,8 +949,6 @@ class Network(ABC):
             The network is compiled (hybridized), so that its layers cannot
             be reached.
         """
-        if normalise is None:
-            return nullcontext()
         raise messages.not_supported(self.backend.name,
                                      "batch norm over all devices")
 
@@ -1113,26 +971,12 @@ class Network(ABC):
         whose state cannot be set."""
         raise messages.not_supported(self.backend.name, "look at own steps")
 
-    def turns(self) -> Turns:
-        """For one pass of replicas that meet, inside `use_batch_norm`: keeps
-        apart what they share."""
-        return Turns()
-
 
 def forward_call(function: Callable[..., Any], inputs: Sequence[Any]
                  ) -> Callable[[], Any]:
     """`function` of these inputs, as `apart` takes them."""
     places, named = apart(inputs)
     return partial(function, *places, **named)
-
-
-def forward_calls(replicas: Sequence[Replica],
-                  inputs: Sequence[Sequence[Array] | None]
-                  ) -> list[Callable[[], Array | None]]:
-    """Make a function without arguments for each replica's forward pass,
-    which returns None where the replica has no inputs."""
-    return [(lambda: None) if x is None else forward_call(replica, x)
-            for replica, x in zip(replicas, inputs, strict=True)]
 
 
 # -- the engine ---------------------------------------------------------------
@@ -1152,12 +996,19 @@ class Backend(ABC):
     #: version of the framework, for `mgpu doctor` and reports
     version: ClassVar[str]
     ops: Ops
+    #: what a `BatchSplit` needs: a class with the functions of
+    #: `mgpu.data.examples.Arrays`
+    batch_arrays: ClassVar[Any]
 
     # devices and arrays
 
     @abstractmethod
     def num_gpus(self) -> int:
         """GPUs visible now (logical ones on torch: ``MGPU_LOGICAL_GPUS``)."""
+
+    @abstractmethod
+    def handle(self, device: Device) -> Any:
+        """The framework's own device that `device` stands for."""
 
     @abstractmethod
     def put(self, x: Any, where: Device | Array, *,
@@ -1243,47 +1094,12 @@ class Backend(ABC):
     @abstractmethod
     def backward(self, losses: Sequence[Array]) -> None:
         """Sum each loss over its elements, and write the gradients of all
-        leaves that any loss depends on.
+        leaves that any loss depends on: overwrite them where their grad_req
+        is "write", add to them where it is "add".
 
-        Losses that share no leaf run at the same time. May return before the
-        work is done (MXNet).
+        One backward pass for all losses. It may return before the work is
+        done (MXNet).
         """
-
-    # optional: whose batch a gradient belongs to, and who wrote it
-
-    def watch_gradients(self, leaves: Sequence[Sequence[Array]],
-                        requests: Sequence[str]) -> "Watch":
-        """Announce the trained arrays of one network, ``leaves[i]`` those of
-        device i, and the grad_req of each, so that a step applies the
-        gradients of one batch.
-
-        From then on the gradients of a device are those of the last backward
-        pass that reached it, and where the result's `BackwardPasses.void` has
-        the device none is fresh. Exempt are leaves with "add". Passes that
-        start together (`backward`, `Network.forward_backward`) count as one.
-        A leaf that was announced before belongs to the latest announcement.
-        Keeps no array alive, unless what it returns does; the announcement
-        holds as long as the caller keeps that.
-        """
-        return Watch()
-
-    def note_edits(self, watched: Any, on: bool) -> None:
-        """Begin or end noting what `edited` tells of the leaves of an
-        announcement, `watched` being what `watch_gradients` returned. A
-        backward pass that reaches one begins it. For engines where it costs
-        something while nobody asks."""
-        return None
-
-    def edited(self, x: Array) -> bool:
-        """Whether something else than a backward pass has written to the
-        gradient of the leaf `x` since it became fresh, or since `settle`, as
-        far as the engine can tell. `mark_used` changes nothing here."""
-        return False
-
-    def settle(self, x: Array) -> None:
-        """What was written to the gradient of `x` so far is known: `edited`
-        is False until something else is."""
-        return None
 
     # work on several devices
 
@@ -1312,16 +1128,15 @@ class Backend(ABC):
         those of all processes: random streams go by it. Where the number is
         another one than before, they start again."""
 
-    def data_parallel(self, net: Any, devices: Sequence[Device],
-                      splitter: Callable[[Any, Any], Any],
+    def data_parallel(self, net: Any, devices: Sequence[Device], split: Any,
                       remake: Callable[[Any], Any],
                       synchronize: Callable[[Sequence[int]], Any] | None
                       ) -> Any:
-        """`mgpu.DataParallel`. ``splitter(forward, arrays)`` makes its
-        `BatchSplit`, ``remake(net)`` the same of another network; it can be
-        pickled. ``synchronize(active)`` begins a pass with joint batch
-        statistics, and returns `SyncBatchNorm.mean` and the function that
-        runs the devices' thunks."""
+        """`mgpu.DataParallel`. `split` is its `BatchSplit`; ``remake(net)``
+        makes the same of another network, and can be pickled.
+        ``synchronize(active)`` begins a pass with joint batch statistics, and
+        returns a `SyncBatchNorm` and the function that runs the devices'
+        thunks."""
         raise NotImplementedError(
             f"DataParallel is not supported on {self.name} yet. Use "
             "mgpu.initialize.")
@@ -1439,11 +1254,35 @@ class Backend(ABC):
         return None
 
     def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
-        """Call `thunk` where no signal cuts it short, and return its result:
-        after Ctrl-C it has run to its end, or not begun. Inside it,
-        `parallel` works as in the calling thread. A second Ctrl-C does not
-        wait for that end."""
-        return thunk()
+        """Call `thunk` and return its result. Ctrl-C and SIGTERM wait for its
+        end, if the program handles them; a second one does not."""
+        if self._waits or threading.current_thread() \
+                is not threading.main_thread():
+            return thunk()
+        before = {number: handler for number in (
+            _signal.SIGINT, _signal.SIGTERM)
+                  if callable(handler := _signal.getsignal(number))}
+        waiting: list[tuple[Any, ...]] = []
+
+        def wait(number: int, frame: Any) -> None:
+            if waiting:
+                before[number](number, frame)
+            waiting.append((number, frame))
+        for number in before:
+            _signal.signal(number, wait)
+        self._waits = True
+        try:
+            return thunk()
+        finally:
+            self._waits = False
+            for number, handler in before.items():
+                _signal.signal(number, handler)
+            if waiting:
+                number, frame = waiting[0]
+                before[number](number, frame)
+
+    #: whether signals wait
+    _waits = False
 
     # optional: threads that the user starts, and data for GPUs
 
@@ -1466,11 +1305,10 @@ class Backend(ABC):
         """Return when pending work on `x` is done."""
         self.to_numpy(x)
 
-    def mark(self, x: Array) -> Any:
-        """A value that becomes another one when an operation writes to `x`,
-        or when another array takes its memory or its place. None: the engine
-        does not count writes."""
-        return None
+    def failures(self, arrays: Sequence[Array]) -> list[Exception]:
+        """What failed of the work that was queued on `arrays`, on CPUs; waits
+        for it."""
+        return []
 
     # optional: fast reductions and updates
 

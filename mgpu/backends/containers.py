@@ -3,7 +3,51 @@ import collections
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+#: the arguments of one device: (args, kwargs)
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Batch(NamedTuple):
+    """What the devices' calls are parts of.
+
+    Attributes
+    ----------
+    bounds : list of (start, stop)
+        The examples of each call.
+    join : callable
+        ``join(values, name, place)``: an attribute's values on the devices,
+        joined like an output. ValueError where they cannot be.
+    split_like : callable
+        See `BatchSplit.split_like`.
+    """
+
+    bounds: Sequence[tuple[int, int]]
+    join: Callable[[list[Any], str, tuple[int, str]], Any]
+    split_like: Callable[..., Any]
+
+
+def _not_joined(values: list[Any], name: str, place: Any) -> Any:
+    return values[0]
+
+
+#: one call by itself
+ONE = Batch([(0, 1)], _not_joined, lambda x, part, *_: x)
+
+
+class Probed(NamedTuple):
+    """What a pass that nothing sees has given.
+
+    Attributes
+    ----------
+    output : object
+    attribute : callable
+        ``attribute((id of a module, name))``: what forward has set there.
+    """
+
+    output: Any
+    attribute: Callable[[tuple[int, str]], Any]
 
 
 def parts(x: Any) -> tuple[list[Any], list[Any]] | None:

@@ -94,71 +94,6 @@ def own_batch_norm(paths: Iterable[str]) -> ValueError:
         "plain layer.")
 
 
-def one_generator(name: str) -> ValueError:
-    """Replicas that are one object have an attribute that cannot be
-    copied."""
-    return ValueError(
-        "on several devices a network keeps what each device can have a copy "
-        f"of; received a generator in {name!r}. Keep a list and a number, "
-        "itertools.count or itertools.cycle; or use one device.")
-
-
-def shared_number(name: str, kind: type) -> ValueError:
-    """Passes of several devices have counted in one place."""
-    return ValueError(
-        "on several devices a forward pass counts in an attribute, of which "
-        f"each device has one; received {kind.__name__}, whose forward pass "
-        f"gives the variable {name!r} outside of it another value, once for "
-        f"each device. Write self.{name.rpartition('.')[2]} instead; or use "
-        "one device.")
-
-
-def shared_array(name: str, kind: type) -> ValueError:
-    """Passes of several devices have written to one array."""
-    return ValueError(
-        "on several devices a forward pass assigns what it keeps, so that "
-        f"each device has its own; received {kind.__name__}, whose forward "
-        f"pass writes into the array {name!r}, which was there before for "
-        f"all. Write self.{name.rpartition('.')[2]} = ... instead of "
-        "[:] = ... or +=; or make it a parameter with grad_req='null'; or "
-        "use one device.")
-
-
-def untold_array(name: str, others: Iterable[str] = ()) -> ValueError:
-    """A pass reads what it has kept, and what a call of the network itself,
-    or the user, has put there since; also into the attributes `others`."""
-    also = ", ".join(repr(other) for other in others if other != name)
-    return ValueError(
-        "on several devices what a forward pass keeps belongs to each device,"
-        " and the network shows that of the first one; received another array"
-        f" in {name!r}, or other values in it, from a call of the network "
-        "itself, net(x), or from the loop, which do not say what the other "
-        "devices are to have, and forward() reads them before it writes any."
-        + f" The same holds for {also}, if read." * bool(also)
-        + " Validate by replicas(shards) instead of net(x); or set it to None"
-        " or to zeros, on all devices; detach or change it in forward(); pass"
-        " states as inputs; or use one device.")
-
-
-def written_leaf(name: str) -> ValueError:
-    """A forward pass has written to a tensor that the user trains."""
-    return ValueError(
-        "on several devices a forward pass leaves a tensor with "
-        f"requires_grad in an attribute as it is; received {name!r}, which "
-        "the pass of each device has written to. Make it an nn.Parameter; "
-        "write to it between the steps; or use one device.")
-
-
-def no_history(name: str) -> ValueError:
-    """A pass reads a tensor that was computed outside of it."""
-    return ValueError(
-        "on several devices what is put into an attribute outside of a pass "
-        f"has no history, since each device gets a copy; received {name!r}, "
-        "which the loop or a call of the network itself, net(x), has computed"
-        " from tensors with gradients. Detach it; or compute it in "
-        "forward().")
-
-
 def explain_states(error: Exception, states: Iterable[tuple[str, Any]],
                    rows: int, count: int) -> None:
     """ValueError if `error` is about shapes, and an array in an attribute has
@@ -256,15 +191,6 @@ def not_recorded() -> RuntimeError:
         "backward needs losses that were computed inside mgpu.record() from "
         "arrays with gradients attached; received one that was not. Put the "
         "forward pass inside `with mgpu.record():`.")
-
-
-def foreign_leaf(own: int, other: int) -> RuntimeError:
-    """The loss of device `own` depends on the replica on device `other`."""
-    return RuntimeError(
-        "the loss of a device depends on the parameters of its own replica; "
-        f"received one of device number {own} that reaches those of number "
-        f"{other}. Compute it from the replica's own parameters, or call "
-        "replicas(shards), mgpu.backward and Trainer.step yourself.")
 
 
 def nested_rendezvous() -> RuntimeError:

@@ -8,7 +8,13 @@ from typing import Any
 
 Flags = tuple[bool | None, ...]
 
-_here = threading.local()       # .tasks: in which blocks were entered
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.tasks: list[Any] = []      # in which blocks were entered
+
+
+_here = _Here()
 
 
 def _task() -> Any:
@@ -22,8 +28,12 @@ def _task() -> Any:
 def check_task() -> None:
     """Refuse to compute while another task of this thread awaits inside a
     block: its flags would hold here (RuntimeError)."""
-    tasks = getattr(_here, "tasks", None)
-    if tasks and tasks[-1] is not None and tasks[-1] is not _task() \
+    _check(_task())
+
+
+def _check(task: Any) -> None:
+    tasks = _here.tasks
+    if tasks and tasks[-1] is not None and tasks[-1] is not task \
             and not tasks[-1].done():
         raise RuntimeError(
             "record() and no_grad() set flags of the thread, so their blocks "
@@ -75,14 +85,13 @@ class Scope(ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> None:
-        check_task()
+        task = _task()
+        _check(task)
         self._before.append(self._read())
-        if not hasattr(_here, "tasks"):
-            _here.tasks = []
-        _here.tasks.append(_task())
+        _here.tasks.append(task)
         self._write(*self._flags)
 
     def __exit__(self, *_: Any) -> None:
         self._write(*self._before.pop())
-        if getattr(_here, "tasks", None):   # not where another thread closes
+        if _here.tasks:     # not where another thread closes
             _here.tasks.pop()

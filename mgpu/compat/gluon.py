@@ -87,7 +87,7 @@ class Parameters(Hints, Mapping):
         return []
 
     def zero_grad(self) -> None:
-        """Set their gradients to zero on all devices, those of frozen ones
+        """Set their gradients to zero, those of frozen ones
         and buffers aside, which have none."""
         for p in self._by_name.values():
             p.zero_grad()
@@ -154,8 +154,7 @@ class GluonNames:
         `load_parameters` reads the file on either engine, and so does
         ``net.load_parameters`` of a Gluon network with the same layers: its
         names are mgpu's, which are Gluon's paths. Counters that only torch
-        has are left out. Values are those of `export_numpy`, which warns
-        where running statistics differ between devices.
+        has are left out. Values are those of `export_numpy`.
 
         Parameters
         ----------

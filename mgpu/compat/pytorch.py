@@ -21,8 +21,7 @@ TORCH_HINTS = {
         ("modules", "named_modules", "children", "named_children", "apply",
          "requires_grad_", "get_submodule", "register_forward_hook",
          "register_forward_pre_hook", "register_buffer"),
-        "the same method of replicas.net, the user's network, which is "
-        "replica 0"),
+        "the same method of replicas.net, the user's network"),
     "device_ids": "replicas.devices"}
 #: those that it has, and one replica does not
 TORCH_VIEW_HINTS = dict.fromkeys(
@@ -48,7 +47,7 @@ class TorchNames:
 
         def all_parameters(self) -> list[Any]: ...
         def check_valid(self) -> None: ...
-        def of_engine(self) -> list[base.Replica]: ...
+        def check_complete(self) -> None: ...
         def write(self, values: Mapping[int, Any]) -> None: ...
 
     @property
@@ -57,21 +56,22 @@ class TorchNames:
         return self.net
 
     def state_dict(self) -> dict[str, Any]:
-        """All values of replica 0 by the framework's own names, without a
+        """All values of the network by the framework's own names, without a
         prefix: what ``torch.save`` or ``mx.nd.save`` takes, and the network's
         own ``load_state_dict`` or ``load_parameters`` loads. Native arrays,
         which the next step changes; no copies. Running statistics are those
         of the first device (`Replicas.export_numpy` has others).
 
-        RuntimeError before the parameters have values, or if
-        ``force_reinit`` has made the replicas void.
+        RuntimeError before the parameters have values, or if another
+        `initialize` has made the replicas void.
         """
         self.check_valid()
-        return self.network.state(self.of_engine()[0])
+        self.check_complete()
+        return self.network.state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any],
                         strict: bool = True) -> IncompatibleKeys:
-        """Write values by the framework's own names on all devices, rounded
+        """Write values by the framework's own names to the network, rounded
         to the dtypes that are there: what `state_dict` gave, or the network's
         own (on torch by its rules, hooks of the layers included, which a copy
         of the network tries first). Native or, on MXNet, NumPy arrays.
@@ -99,8 +99,8 @@ class TorchNames:
                             f"{type(state_dict).__name__}. Read a file with "
                             "torch.load or mx.nd.load first.")
         self._check_apart(state_dict)
-        values, missing, unknown = self.network.fit_state(
-            state_dict, self.of_engine()[0], strict)
+        self.check_complete()
+        values, missing, unknown = self.network.fit_state(state_dict, strict)
         self.network.load_state(state_dict, strict)
         self.write(values)
         return IncompatibleKeys(missing, unknown)
@@ -127,18 +127,16 @@ class TorchNames:
                         " on torch, x.copy() on mxnet.")
 
     def _named(self, buffers: bool) -> Iterator[tuple[str, Any]]:
-        first = self.of_engine()[0]
-        return ((name, first.array(p.number)) for name, p in zip(
+        self.check_complete()
+        return ((name, p.data()) for name, p in zip(
             self.network.own_names(), self.all_parameters(), strict=True)
             if (p.kind in BUFFERS) is buffers)
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """(the framework's own name, native parameter) of replica 0, each
-        once; on MXNet the array on the first device. What is written to them
-        reaches all devices with the next pass. An optimiser of them goes to
-        `mgpu.Trainer`: its own ``step()`` has the gradients of the first
-        device's rows only, and is refused after a backward pass on several
-        devices (RuntimeError)."""
+        """(the framework's own name, native parameter) of the network, each
+        once; on MXNet its array. Writes to them hold for all devices in the
+        next pass. Their gradients are sums over all devices when a backward
+        pass has returned, so any optimizer of them may step."""
         return self._named(False)
 
     def parameters(self) -> Iterator[Any]:
@@ -146,13 +144,13 @@ class TorchNames:
         return (x for _, x in self._named(False))
 
     def named_buffers(self) -> Iterator[tuple[str, Any]]:
-        """(the framework's own name, native buffer) of replica 0."""
+        """(the framework's own name, native buffer) of the network."""
         return self._named(True)
 
     def train(self, mode: bool = True) -> Self:
-        """Set replica 0's own flags, as ``net.train(mode)`` does: layers in
-        eval mode predict in `mgpu.record` too. Whether replicas train is said
-        by `mgpu.record`; what they do in it, by these flags. On MXNet layers
+        """Set the network's own flags, as ``net.train(mode)`` does: layers in
+        eval mode predict in `mgpu.record` too. `mgpu.record` decides whether
+        a pass trains, these flags which layers do. On MXNet layers
         have none: nothing changes, and ``mode=False`` is refused
         (NotImplementedError)."""
         self.check_valid()
@@ -175,7 +173,7 @@ class TorchTrainerNames:
         trains: Callable[[Any], bool]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """`Replicas.zero_grad`: every gradient is zero on all devices, and
+        """`Replicas.zero_grad`: every gradient is zero, and
         what has been cleared is not applied. Only ``grad_req="add"`` needs
         it. `set_to_none` is torch's, and changes nothing: gradients stay
         arrays. ValueError where another trainer's gradients grow: torch's

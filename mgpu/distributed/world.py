@@ -300,10 +300,13 @@ class World:
         finally:
             self._together -= 1
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self) -> contextlib.AbstractContextManager[None]:
         """The block leads to a meeting. Where it fails before that, the
         others are told, and raise `WorkerFailed` there."""
+        return contextlib.nullcontext() if self.size == 1 else self._guard()
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
         before = self.serial
         try:
             yield

@@ -18,7 +18,6 @@ from mgpu.parity.run import (Arrays, Calls, LayerCall, Put, Run, State,
                              StepResult, UpdateRule, at_one_device)
 from mgpu.parity.side import network_of
 from mgpu.parity.spill import spilled
-from mgpu.replica_checks import ReplicaMismatchError, check_apart, extents
 from mgpu.replicas import initialize
 from mgpu.split import split_batch
 from mgpu.trainer import Trainer
@@ -107,6 +106,7 @@ class LiveRun(Run):
 
     def _update_rule(self, backend: base.Backend) -> UpdateRule:
         trainer, params = self.trainer, self.replicas.params()
+        rule = trainer.rule()
         if not params:
             raise ValueError(
                 "a comparison trains; received a network on "
@@ -116,8 +116,7 @@ class LiveRun(Run):
         def last_rate(name: str, num_update: int) -> float:
             return trainer.rate(num_update) * factors[name][0]
         return UpdateRule(
-            trainer.optimizer, sorted(trainer.optimizer.create_state(
-                params[0].data(), backend.ops)),
+            rule, sorted(rule.create_state(params[0].data(), backend.ops)),
             {name: lr for name, (lr, _) in factors.items()},
             {name: wd for name, (_, wd) in factors.items()},
             sorted(factors, key=trainer.gluon_order()), last_rate)
@@ -174,7 +173,7 @@ class LiveRun(Run):
     def load_memory(self, states: TrainerStates) -> None:
         """Set the optimiser's memory, but not the class and the rate of the
         other side."""
-        own = self.trainer.optimizer
+        own = self.trainer.rule()
         self.trainer.import_states(states._replace(
             optimizer=type(own).__name__, learning_rate=own.learning_rate,
             schedule=None,
@@ -235,7 +234,6 @@ class LiveRun(Run):
             Xs, _ = self._split(X, y)
             with self._running(rows_of_shards(Xs), step):
                 outputs = self.replicas(Xs)
-            self._forget()
             return self.returned(outputs)
 
     def predict(self, X: Any, y: Any) -> list[np.ndarray]:
@@ -243,9 +241,6 @@ class LiveRun(Run):
         with using_backend(self.name), self._dropping():
             return self.returned(self.replicas(self.shards(X, y)[0]),
                                  "prediction")
-
-    def _forget(self) -> None:
-        self.replicas.recorded = [False] * len(self.devices)
 
     def returned(self, outputs: Sequence[Any], stage: str = "output"
                  ) -> list[np.ndarray]:
@@ -299,7 +294,6 @@ class LiveRun(Run):
             with self._running(rows, step, training=not predict), \
                     self.network.watch_layers(watch):
                 outputs = self.replicas(Xs)
-            self._forget()
         return list(calls.values()), outputs, ys
 
     def copies(self, tree: Any) -> list[np.ndarray]:
@@ -309,10 +303,10 @@ class LiveRun(Run):
 
     # -- steps --------------------------------------------------------------
 
-    def _backward(self, X: Any, y: Any, step: int
+    def _backward(self, X: Any, y: Any, step: int, only: int | None = None
                   ) -> tuple[list[Any], list[Any], list[int]]:
-        """A forward and a backward pass. Returns outputs, losses and the
-        number of rows, each by device."""
+        """A forward and a backward pass, of the loss of one device or of all.
+        Returns outputs, losses and the number of rows, each by device."""
         Xs, ys = self.shards(X, y)
         rows = rows_of_shards(Xs)
         with self._running(rows, step):
@@ -322,7 +316,10 @@ class LiveRun(Run):
                 losses = [x if x is None else x * self.backend.put(
                     self.nudge(np.ones(x.shape)), device, dtype=self.dtype)
                     for x, device in zip(losses, self.devices)]
-        backward([x for x in losses if x is not None])
+        heads = [x for i, x in enumerate(losses)
+                 if x is not None and only in (None, i)]
+        if heads:
+            backward(heads)
         return outputs, losses, rows
 
     def step(self, X: Any, y: Any, step: int = 0, predict: bool = True
@@ -334,23 +331,15 @@ class LiveRun(Run):
                     lambda path, *_: ran.setdefault(path)):
                 outputs, losses, rows = self._backward(X, y, step)
             self.trainer.allreduce_grads(ignore_stale_grad=True)
-            gradients, apart = {}, {}
-            for p in self.trainer.summed():
-                if p.name not in self.names:
-                    continue
-                copies = [self.backend.to_numpy(g) for g in p.list_grad()]
-                gradients[p.name] = copies[0]
-                apart[p.name] = _spread(copies)
+            gradients = {p.name: self.backend.to_numpy(p.grad())
+                         for p in self.trainer.summed()
+                         if p.name in self.names}
             divisor = self.side.divisor or sum(rows)
             self.trainer.update(divisor)
             after = self.state()
-            for p in self.replicas.params():
-                if p.name in self.names and len(self.devices) > 1:
-                    apart[p.name] = max(apart.get(p.name, 0.0), _spread(
-                        [self.backend.to_numpy(x) for x in p.list_data()]))
             return StepResult(
                 self.returned(outputs), self.joined(losses)[0], gradients,
-                after, {n: d for n, d in apart.items() if d},
+                after, {},
                 self.trainer.learning_rate, rows, divisor, predictions,
                 list(ran))
 
@@ -389,12 +378,14 @@ class LiveRun(Run):
 
     def local_gradients(self, X: Any, y: Any, step: int) -> list[Arrays]:
         with using_backend(self.name):
-            self.replicas.zero_grad()
-            _, _, rows = self._backward(X, y, step)
-            self._forget()
-            return [{p.name: self.backend.to_numpy(p.list_grad()[i])
-                     * (1.0 if n else 0.0) for p in self.replicas.params()
-                     if p.grad_req != "null"} for i, n in enumerate(rows)]
+            found = []
+            for i in range(len(self.devices)):
+                self.replicas.zero_grad()
+                self._backward(X, y, step, only=i)
+                found.append({p.name: self.backend.to_numpy(p.grad())
+                              for p in self.replicas.params()
+                              if p.grad_req != "null"})
+            return found
 
     def begin_alone(self, dtype: str, values: Arrays) -> None:
         """Go on in `dtype` on the first device, from these values; no steps
@@ -418,7 +409,6 @@ class LiveRun(Run):
         with using_backend(self.name), self.backend.full_precision():
             self.replicas.zero_grad()
             outputs, _, _ = self._backward(X, y, 0)
-            self._forget()
             found = {("prediction", str(i)): x
                      for i, x in enumerate(predictions)}
             found |= {("output", str(i)): x
@@ -428,19 +418,8 @@ class LiveRun(Run):
                     self.state(), self.entries).items()
                 if name in statistics}
             return found | {
-                ("gradient", p.name): self.backend.to_numpy(p.list_grad()[0])
+                ("gradient", p.name): self.backend.to_numpy(p.grad())
                 for p in self.replicas.params() if p.grad_req != "null"}
-
-    def shares_memory(self) -> bool:
-        with using_backend(self.name):
-            places = [place for p in self.replicas.params() for place in
-                      extents(self.backend, self.devices, p.name,
-                              p.list_data())]
-        try:
-            check_apart(places)
-        except ReplicaMismatchError:
-            return True
-        return False
 
 
 def refuse_draws(run: LiveRun, drew: bool, differs: bool = False) -> None:
@@ -484,12 +463,3 @@ def _streams() -> tuple[Any, ...]:
 def rows_of_shards(shards: Sequence[Any]) -> list[int]:
     """The number of rows of each device."""
     return [0 if s is None else rows_of(as_inputs(s)[0]) or 0 for s in shards]
-
-
-def _spread(copies: Sequence[np.ndarray]) -> float:
-    """How far the copies of one tensor are from the first."""
-    with np.errstate(invalid="ignore"):
-        return max((float(np.abs(x - copies[0]).max(initial=0.0))
-                    for x in copies[1:]
-                    if not np.array_equal(x, copies[0], equal_nan=True)),
-                   default=0.0)

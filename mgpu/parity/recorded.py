@@ -190,13 +190,15 @@ class RecordedRun(Run):
     def step(self, X: Any, y: Any, step: int = 0, predict: bool = True
              ) -> StepResult:
         node, read = self._kept[step], self._reader
+        # Traces of version 0.1 have no predictions, those of 0.2 on several
+        # devices are of each device's own statistics.
+        predictions = node.get("evaluated", node.get("predictions")
+                               if self.devices == 1 else None)
         return StepResult(
             [read.get(x) for x in node["outputs"]], read.get(node["losses"]),
             read.get_all(node["gradients"]), read.state(node["after"]),
             node["apart"], node["rate"], node["rows"], node["divisor"],
-            # Traces of version 0.1 have none.
-            [read.get(x) for x in node["predictions"]]
-            if "predictions" in node else None,
+            predictions and [read.get(x) for x in predictions],
             list(dict.fromkeys(
                 call.path for call in self.kept_calls(step, "calls"))))
 

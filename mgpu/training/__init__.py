@@ -1,6 +1,7 @@
 """Recording, backward, and the training loop, once for both engines."""
 import contextlib
 import hashlib
+import math
 import sys
 import time
 import types
@@ -26,12 +27,11 @@ from mgpu.backends import (Backend, get_backend, give_back, messages,
 from mgpu.callbacks import Calls, Event
 from mgpu.checkpoint_folder import Folder
 from mgpu.device import Device, as_devices
-from mgpu.errors import LabelError, NonFiniteLoss
+from mgpu.errors import NonFiniteLoss
 from mgpu.evaluation import (check_place, check_scores, evaluate_accuracy_gpus,
                              shards_of)
 from mgpu.files import FilePath
-from mgpu.inputs import Choice, as_rounds, choose
-from mgpu.loss_state import SharedLoss
+from mgpu.inputs import as_rounds, choose
 from mgpu.losses import Loss as OwnLoss
 from mgpu.losses import check_per_example, of_shards
 from mgpu.nested import (NoRows, as_inputs, as_pair, examples_of, is_empty,
@@ -39,7 +39,7 @@ from mgpu.nested import (NoRows, as_inputs, as_pair, examples_of, is_empty,
                          row_counts, rows_of)
 from mgpu.progress import ProgressBar
 from mgpu.replicas import Replicas
-from mgpu.split import cut_rows, shard_bounds, split_batch
+from mgpu.split import cut_rows, join_shards, shard_bounds, split_batch
 from mgpu.stopping import Stop, Stopped
 from mgpu.trainer import Trainer, check_batch_size, check_pair
 
@@ -204,12 +204,13 @@ def sgd(params: Sequence[Any], lr: float, batch_size: float) -> None:
 def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
                 trainer: Trainer, split_f: Callable = split_batch,
                 ignore_stale_grad: bool = False, *, accumulate: int = 1,
-                clip_norm: float | None = None) -> list[Any]:
+                clip_norm: float | None = None, batch_axis: int = 0
+                ) -> list[Any]:
     """One step: split, all forwards, all backwards, all-reduce, update.
 
-    On torch no device waits for another between its forward and its backward
-    pass, but with ``batch_norm="sync"``, ``grad_req="add"``, a profile, or a
-    loss that depends on other arrays with gradients than the replica's own.
+    The loss is called once, with the outputs and labels of all devices joined
+    on the first one. What it returns is minimised as the framework alone
+    would: values for each example by their mean, one number as it stands.
 
     Parameters
     ----------
@@ -224,15 +225,15 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         no entry gives.
     replicas : Replicas
     loss : callable
-        ``loss(pred, label)``, one value per example. On several devices it
-        is called for the rows of each, at the same time on torch.
+        ``loss(pred, label)``: one value per example, an array (n, ...) of
+        several (of tokens or pixels: the mean of each example counts), or one
+        number, with any reduction. With several processes it sees those of
+        its own, and one number counts once for each process.
     trainer : Trainer
     split_f : callable
         ``split_f(X, y, devices) -> (X_shards, y_shards)``; of a whole batch
-        the first counts. In what it returns a list of dicts, or of arrays of
-        different lengths, may be the labels of as many rows (the boxes of each
-        picture). The default cuts no such list: write one with
-        `shard_bounds`.
+        the first counts. A list of dicts, or of arrays of different lengths,
+        may be the labels of as many rows (the boxes of each picture).
     ignore_stale_grad : bool
         Skip parameters that no row of the batch reached, as torch does; by
         default they are an error (`Trainer.step`).
@@ -244,65 +245,74 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     clip_norm : float, optional
         The largest norm of all gradients of the mean loss together
         (`Trainer.step_parts`).
+    batch_axis : int
+        The axis of the examples, 0 or more, in each array of `X` and `y`, and
+        in the values of the loss: 1 for inputs (time, batch, features) with
+        labels and losses (time, batch). An array with fewer axes has them on
+        its last one: labels (batch,). The axis of the outputs is found. A
+        `split_f` of your own splits so itself. A shape does not tell its
+        layout: with the default, an array (time, batch) is split along the
+        time.
 
     Returns
     -------
     list of native arrays
-        The losses of each device's rows, not waited for; None where a
-        device had no rows (its gradient counts as zero). The losses are
+        The losses of each device's rows, on the first device and not waited
+        for; None where a device had no rows. Of a loss that is one number:
+        that number first, and None for all other devices. The losses are
         without the trainer's `loss_scale`. Afterwards each gradient
-        (``.grad``) is the sum over all rows of the batch, times that scale:
-        the update divides by both, and leaves the gradient as it is.
+        (``.grad``) is that of the sum over all rows, or of the one number,
+        times that scale: the update divides by both, and leaves the gradient
+        as it is.
 
     Raises
     ------
     ValueError
-        `X` and `y` of different lengths, an empty batch, a loss that does
-        not return one value per example, or a trainer of other replicas. On
-        several devices: a loss that counts its calls, or changes something
-        else that it keeps.
-    RuntimeError
-        On torch, where devices do not wait: a loss of one device that
-        depends on the parameters of another one's replica.
+        `X` and `y` of different lengths, an empty batch, a loss of another
+        shape, an output without an entry for each row, or a trainer of other
+        replicas.
     """
     accumulate = integer("accumulate", accumulate, 1)
+    batch_axis = integer("batch_axis", batch_axis, 0)
     parts = [(X, y)]
     if accumulate > 1:
         _check_all(replicas, trainer, loss)
-        parts = _cut(X, y, replicas.span.world, accumulate)
+        parts = _cut(X, y, replicas.span.world, accumulate, batch_axis)
     losses = _train_batches(parts, replicas, loss, trainer, split_f,
-                            ignore_stale_grad, clip_norm=clip_norm)
-    if len(parts) == 1:
-        return losses
+                            ignore_stale_grad, clip_norm=clip_norm,
+                            batch_axis=batch_axis)
+    if len(parts) == 1 or all(x is None or not x.shape for x in losses):
+        return losses[:len(replicas)] if len(parts) == 1 else losses
     with replicas.backend.scope(recording=False):
         return [replicas.backend.ops.concat(own) if own else None for own in (
             [x for x in losses[i::len(replicas)] if x is not None]
             for i in range(len(replicas)))]
 
 
-def _cut(X: Any, y: Any, world: distributed.World, count: int
-         ) -> list[tuple[Any, Any]]:
+def _cut(X: Any, y: Any, world: distributed.World, count: int,
+         batch_axis: int) -> list[tuple[Any, Any]]:
     """A batch in `count` parts, or fewer where no process has as many
     rows."""
-    rows = rows_of(X) or 0
-    if {*row_counts(X), *row_counts(y)} - {rows} or any(
-            is_listed(x) for x in lists_in((X, y))):
+    rows, every = rows_of(X, batch_axis) or 0, {
+        n for data in (X, y) for n in row_counts(data, batch_axis)}
+    if every - {rows} or any(is_listed(x) for x in lists_in((X, y))):
         raise ValueError(
             "accumulate cuts arrays that have a row for each example; "
-            f"received arrays of {sorted({*row_counts(X), *row_counts(y)})} "
-            "rows, or lists of other than arrays. Train on the parts as "
+            f"received arrays of {sorted(every)} rows, or lists of other than "
+            "arrays. Train on the parts as "
             "batches: mgpu.train(accumulate=) takes several for one step.")
     count = min(count, max(1, *world.gather("train_batch: rows", rows)))
     bounds = shard_bounds(rows, count)
-    return list(zip(*(cut_rows(data, bounds, (X, y)) for data in (X, y)),
-                    strict=True))
+    return list(zip(*(cut_rows(data, bounds, (X, y), batch_axis)
+                      for data in (X, y)), strict=True))
 
 
 def _train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
                    loss: Loss, trainer: Trainer, split_f: Callable,
                    ignore_stale_grad: bool = False,
                    check: Callable[[Any], None] | None = None,
-                   clip_norm: float | None = None) -> list[Any]:
+                   clip_norm: float | None = None, batch_axis: int = 0
+                   ) -> list[Any]:
     """`train_batch` of all `batches` in one step; returns the losses of each
     device for the first one, then for the next. `check`: may refuse the
     output of a device."""
@@ -310,34 +320,33 @@ def _train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
     devices, stage = replicas.devices, probes.stage
     losses: list[Any] = []
 
-    def split(X: Any, y: Any
-              ) -> tuple[list[Any], list[Any], Choice | None]:
+    def split(X: Any, y: Any) -> tuple[list[Any], list[Any], Any]:
         with stage("copy", "split", devices,
                    lambda: list(zip(X_shards, y_shards, strict=True))):
-            X_shards, y_shards = shards_of(X, y, devices, split_f)
-        choice = None
+            X_shards, y_shards = shards_of(X, y, devices, split_f,
+                                           batch_axis)
+        judge = loss
         if is_whole(X, y):
             choice = choose(X, replicas.network.inputs())
             X_shards = list(map(choice.take, y_shards))
+            judge = choice.told(loss)
         _check_labels(X_shards, y_shards, devices)
-        return X_shards, y_shards, choice
+        return X_shards, y_shards, judge
 
-    def run(X: Any, y: Any) -> int:
-        X_shards, y_shards, choice = ready.pop() if ready else split(X, y)
-        passes = _at_once if replicas.independent() else _stage_by_stage
+    def run(X: Any, y: Any) -> float:
+        X_shards, y_shards, judge = ready.pop() if ready else split(X, y)
         if replicas.span.wide and all(is_empty(as_inputs(shard))
                                       for shard in X_shards):
-            passes = _no_pass
-        with _shared(loss, replicas, X_shards) as judge:
-            if check is not None:
-                judge = partial(_checked, check, judge)
-            if choice is not None:
-                judge = choice.told(judge)
-            with replicas.told():
-                own = passes(replicas, X_shards, y_shards, judge,
-                             trainer.loss_scale)
+            replicas.pass_over()
+            losses.extend([None] * len(devices))
+            return 0
+        if check is not None:
+            judge = partial(_checked, check, judge)
+        with replicas.told():
+            own, count = _pass(replicas, X_shards, y_shards, judge,
+                               trainer.loss_scale, batch_axis)
         losses.extend(own)
-        return sum(len(x) for x in own if x is not None)
+        return count
     with using_backend(replicas.backend.name) as backend, \
             replicas.span.world.guard(), \
             backend.scope(), replicas.owned(), \
@@ -345,12 +354,10 @@ def _train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
         ready = [split(*batches[0])]        # what is refused has no pass
         if len(batches) > 1 or clip_norm is not None:
             trainer.check_parts(len(batches), clip_norm)
-            with replicas.unobserved():
-                trainer.step_parts([partial(run, *one) for one in batches],
-                                   ignore_stale_grad, clip_norm)
+            trainer.step_parts([partial(run, *one) for one in batches],
+                               ignore_stale_grad, clip_norm)
         else:
-            with replicas.unobserved(trainer.observed):
-                trainer.step(run(*batches[0]), ignore_stale_grad)
+            trainer.step(run(*batches[0]), ignore_stale_grad)
     return losses
 
 
@@ -386,89 +393,67 @@ def _check_labels(X_shards: Sequence[Any], y_shards: Sequence[Any],
                 "rows count.")
 
 
-def _shared(loss: Loss, replicas: Replicas, X_shards: Sequence[Any]
-            ) -> AbstractContextManager[Loss]:
-    """`loss`, watched where it is called for several devices."""
-    if sum(not is_empty(as_inputs(shard)) for shard in X_shards) < 2:
-        return contextlib.nullcontext(loss)
-    known = replicas.shared_loss
-    if known is None or known.loss is not loss:
-        known = replicas.shared_loss = SharedLoss(loss, replicas)
-    return known if known.keeps else contextlib.nullcontext(loss)
-
-
-def _no_pass(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
-             loss: Loss, scale: float) -> list[Any]:
-    """Other processes have the rows of the batch; this one has none."""
-    replicas.pass_over()
-    return [None] * len(replicas)
-
-
-def _at_once(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
-             loss: Loss, scale: float) -> list[Any]:
-    """Forward and backward passes of each device without a wait for another
-    one in between."""
-    losses: list[Any] = [None] * len(replicas)
-    active = [i for i, shard in enumerate(X_shards) if not is_empty(
-        as_inputs(shard))]
-    firsts, loss = _first_rows(y_shards), of_shards(loss, len(active))
-
-    def head(i: int, output: Any) -> Any:
-        with replicas.autocast():       # the backward pass is outside of it
-            losses[i] = _loss_of(loss, output, y_shards[i], firsts[i])
-            return _scaled(losses[i], scale)
-    with record(), probes.stage(
-            "compute", "forward and backward", replicas.devices,
-            partial(probes.gradients, replicas), active):
-        replicas.compute_gradients(X_shards, head)
-    return losses
-
-
-def _stage_by_stage(replicas: Replicas, X_shards: list[Any],
-                    y_shards: list[Any], loss: Loss, scale: float
-                    ) -> list[Any]:
-    """All forward passes, all losses, all backward passes."""
+def _pass(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
+          loss: Loss, scale: float, batch_axis: int
+          ) -> tuple[list[Any], float]:
+    """A forward pass, the loss, and a backward pass. Returns the losses by
+    device, and what the gradient is to be divided by."""
     devices, stage = replicas.devices, probes.stage
+    busy = [i for i, shard in enumerate(X_shards)
+            if not is_empty(as_inputs(shard))]
     with record(), replicas.autocast():
-        outputs = replicas(X_shards)
-        active = [i for i, x in enumerate(outputs) if x is not None]
-        with stage("compute", "loss", devices, lambda: losses, active):
-            losses = parallel(partial(_loss_of, loss), outputs, y_shards,
-                              _first_rows(y_shards))
-        scaled = [_scaled(x, scale) for x in losses]
+        output, sizes = replicas.joined(X_shards, y_shards, batch_axis)
+        with replicas.backend.scope(recording=False) if len(busy) > 1 \
+                else contextlib.nullcontext():
+            y = join_shards([y_shards[i] for i in busy], sizes, devices[0],
+                            batch_axis)
+        with stage("compute", "loss", devices, lambda: [values], [0]):
+            values = loss(output, y)
+            is_number = _is_number(values, sum(sizes))
+            if not is_number:
+                values = check_per_example(values, sum(sizes),
+                                           batch_axis=batch_axis,
+                                           arrays=[output, y])
+        scaled = values if scale == 1.0 else values * scale
     with stage("compute", "backward", devices,
-               partial(probes.gradients, replicas), active):
-        with replicas.new_batch():
-            backward(scaled)
-            replicas.end_pass()
-    return losses
+               partial(probes.gradients, replicas), busy):
+        backward(scaled)
+        replicas.end_pass()
+    losses: list[Any] = [None] * len(devices)
+    if is_number:
+        losses[0] = values
+        return losses, 1
+    with replicas.backend.scope(recording=False):
+        for i, end, size in zip(busy, running(sizes), sizes, strict=True):
+            losses[i] = replicas.backend.ops.stop_gradient(
+                values[end - size:end])
+    return losses, sum(sizes)
+
+
+def _by_example(losses: list[Any], batches: Sequence[tuple[Any, Any]],
+                replicas: Replicas, batch_axis: int) -> list[Any]:
+    """Losses of batches with one number each, once for each example."""
+    ops, k = replicas.backend.ops, len(replicas)
+    found = list(losses)
+    for n, (X, _) in enumerate(batches):
+        rows, x = rows_of(X, batch_axis) or 0, losses[n * k]
+        if x is not None and _is_number(x, rows) \
+                and not any(y is not None for y in losses[n * k + 1:][:k - 1]):
+            with replicas.backend.scope(recording=False):
+                found[n * k] = ops.concat([x.reshape((1,))] * rows)
+    return found
+
+
+def _is_number(values: Any, examples: int) -> bool:
+    """Whether a loss is one number, and not a value for each example."""
+    shape = tuple(getattr(values, "shape", (0,)))
+    return math.prod(shape) == 1 and (not shape or examples > 1)
 
 
 def _checked(check: Callable[[Any], None], loss: Loss, output: Any, y: Any
              ) -> Any:
     check(output)
     return loss(output, y)
-
-
-def _scaled(losses: Any, scale: float) -> Any:
-    return losses if losses is None or scale == 1.0 else losses * scale
-
-
-def _first_rows(shards: list[Any]) -> list[int]:
-    """Which row of the batch is the first of each shard."""
-    counts = [rows_of(shard) or 0 for shard in shards]
-    return list(running(counts[:-1], initial=0))
-
-
-def _loss_of(loss: Loss, output: Any, y: Any, first: int) -> Any:
-    if output is None:
-        return None
-    try:
-        values = loss(output, y)
-    except LabelError as error:
-        error.row += first      # of the batch, not of the shard
-        raise
-    return check_per_example(values, *examples_of(y))
 
 
 # -- the loop -----------------------------------------------------------------
@@ -930,8 +915,8 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
           checkpoint_dir: FilePath | None = None, resume: str | None = None,
           keep: int = 3, checkpoint_every: int | None = None,
           resume_seed: int | None = None, accumulate: int = 1,
-          clip_norm: float | None = None, callbacks: Sequence[Any] = ()
-          ) -> History:
+          clip_norm: float | None = None, callbacks: Sequence[Any] = (),
+          batch_axis: int = 0) -> History:
     """Train and evaluate on all devices of `replicas`.
 
     While it runs, SIGTERM lets the step end, and ends the training with the
@@ -990,6 +975,8 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     callbacks : list
         What is called after steps and epochs, and may end the training: see
         `mgpu.callbacks`. Their states are in the checkpoints.
+    batch_axis : int
+        As in `train_batch`.
 
     Returns
     -------
@@ -1040,16 +1027,19 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
         check = check_scores
 
         def evaluate() -> float:
-            return evaluate_accuracy_gpus(replicas, test_iter, split_f,
-                                          device=device)
+            return evaluate_accuracy_gpus(replicas, test_iter, partial(
+                split_batch, batch_axis=batch_axis)
+                if split_f is split_batch else split_f, device=device)
 
     def step(batches: list[Any]) -> list[Any]:
         nonlocal check
         losses = _train_batches(batches, replicas, loss, trainer, split_f,
-                                check=check, clip_norm=clip_norm)
+                                check=check, clip_norm=clip_norm,
+                                batch_axis=batch_axis)
         check = None        # the first output tells
-        return losses
+        return _by_example(losses, batches, replicas, batch_axis)
     accumulate = integer("accumulate", accumulate, 1)
+    batch_axis = integer("batch_axis", batch_axis, 0)
     trainer.check_parts(accumulate, clip_norm)
     calls = Calls(callbacks, replicas, evaluate is not None,
                   checkpoint_dir is not None)

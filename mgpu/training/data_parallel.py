@@ -5,10 +5,9 @@ from typing import Any
 
 from mgpu import distributed
 from mgpu.backends import get_backend
-from mgpu.backends.base import Turns
 from mgpu.batch_norm import Meeting, SyncBatchNorm
 from mgpu.device import as_devices
-from mgpu.training.examples import BatchSplit
+from mgpu.data.examples import BatchSplit
 
 
 def DataParallel(net: Any, devices: Sequence[Any], *,
@@ -31,12 +30,13 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
     devices : sequence of Device
         The first one is the network's.
     batch_norm : {"per_device", "sync"}
-        Batch statistics of each device's examples, or (PyTorch) of the whole
-        batch. The network's running statistics are updated by the first
-        device's, and in eval mode all devices use them.
+        Batch statistics of each device's examples, or of the whole batch. The
+        network's running statistics are updated by the first device's, and in
+        eval mode all devices use them.
     batch_axis : int or dict
         The axis of the examples: one for all arguments, or by argument name.
         ``list`` as an axis stands for a list with an item for each example.
+        A torch ``PackedSequence`` is split by its sequences.
     whole : sequence of str
         Names of arguments that every device gets as they are.
 
@@ -68,12 +68,12 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
     whole = (whole,) if isinstance(whole, str) else tuple(whole)
 
     def synchronize(active: Sequence[int]) -> Any:
-        meeting = Meeting(active, Turns())
-        return SyncBatchNorm(backend, meeting).mean, partial(
-            meeting.run, backend)
+        meeting = Meeting(active)
+        return SyncBatchNorm(backend, meeting), partial(meeting.run, backend)
+    names = [p.name for p in backend.network(net).inputs()]
     return backend.data_parallel(
-        net, devices, lambda forward, arrays: BatchSplit(
-            forward, batch_axis, whole, arrays),
+        net, devices, BatchSplit(names, batch_axis, whole,
+                                 backend.batch_arrays),
         partial(DataParallel, devices=devices, batch_norm=batch_norm,
                 batch_axis=batch_axis, whole=whole),
         synchronize if batch_norm == "sync" else None)

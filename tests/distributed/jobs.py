@@ -7,9 +7,10 @@ output of each rank.
 import os
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
+
+import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,9 +69,7 @@ def start(folder, size, file, backend, *arguments, **more):
     for rank in range(size):
         files.append(Path(folder) / f"rank-{rank}.txt")
         with open(files[-1], "w") as out:
-            processes.append(subprocess.Popen(
-                [sys.executable, str(file), backend, *map(str, arguments)],
-                stdout=out, stderr=subprocess.STDOUT, cwd=folder,
-                env=environment(rank, size, port, MGPU_TEST_BACKENDS=backend,
-                                **more)))
+            processes.append(forked.Process(
+                [file, backend, *arguments], out, folder, environment(
+                    rank, size, port, MGPU_TEST_BACKENDS=backend, **more)))
     return Job(processes, files)

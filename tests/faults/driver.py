@@ -11,12 +11,11 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import forked
 from distributed import jobs
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -137,12 +136,9 @@ def run(case, backend, engine, folder, program=PROGRAM, patience=PATIENCE):
             elif own.get("MASTER_PORT") == "closed":
                 own = {**own, "MASTER_PORT": str(jobs.free_port())}
             with open(files[-1], "w") as out:
-                processes[rank] = subprocess.Popen(
-                    [sys.executable, "-W", "ignore", str(program),
-                     json.dumps(plan)], cwd=folder,
-                    stdout=out, stderr=subprocess.STDOUT,
-                    start_new_session=True, env=jobs.environment(
-                        rank, case.size, port, **own))
+                processes[rank] = forked.Process(
+                    ["-W", "ignore", program, json.dumps(plan)], out, folder,
+                    jobs.environment(rank, case.size, port, **own))
         return _watched(case, folder, processes, files, begin, patience, plan)
 
 

@@ -53,6 +53,9 @@ def kills(backend, count, folder, width=900):
     for _ in range(count):
         child = os.fork()
         if child == 0:
+            if backend.name == "torch":     # its pool stays with the parent
+                import torch
+                torch.set_num_threads(1)
             number = 1
             while True:
                 number += 1

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+import forked
+
 STEPS, EPOCHS, EVERY, LIMIT = 6, 4, 3, 10
 ROLES = ("scheduler", "server")
 
@@ -77,7 +79,7 @@ def launch(folder, backend, engine, at=0, who="nobody", how="SIGKILL",
     root = Path(__file__).resolve().parents[2]
     begin = time.time()
     done = subprocess.run(
-        [sys.executable, "-m", "mgpu", "launch", "-n", "2", "--backend",
+        [forked.python(), "-m", "mgpu", "launch", "-n", "2", "--backend",
          backend, "--engine", engine,
          "--max-restarts", str(restarts), "--log-dir", folder / "logs",
          __file__, folder, str(at), who, how],

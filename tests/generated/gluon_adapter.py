@@ -200,12 +200,17 @@ class Reference:
         found = [p.grad() for p in trained if p.data()._fresh_grad]
         return found, len(found) == len(trained)
 
-    def step(self):
+    def step(self, n):
+        """On the gradients of a sum over `n` rows."""
+        if self.config.trainer != "object":
+            for g in self.gradients()[0]:
+                g /= n      # by itself: Gluon's rescale_grad is a float32
+            n = 1
         for trainer in self.trainers:
             # Gluon itself takes the rate of the step before for parameters
             # that have had fewer updates and come before the others.
             trainer.optimizer.num_update += 1
-            trainer.step(1, ignore_stale_grad=True)
+            trainer.step(n, ignore_stale_grad=True)
 
     def set_rate(self, rate):
         for trainer in self.trainers:

@@ -263,7 +263,6 @@ def _steps(draw, number: int, net: Network, kinds: set[str], others):
     return Action(
         "by_hand", net=number, rows=tuple(draw(st.lists(
             rows, min_size=1, max_size=3 if net.adds else 1))),
-        how=draw(st.sampled_from(["", *["one by one"] * (
-            net.batch_norm != "sync" and not other)])), other=other,
+        other=other,
         clip=draw(st.sampled_from(["", "", "before", "trainer", "0"]))
         if clips else "", end=end)

@@ -408,7 +408,7 @@ class Run:
         pair = self.pair
         with contextlib.suppress(UserError):
             if by_hand or len(pair.trainers) > 1:
-                self._passes("", data, y, loss)
+                self._passes(data, y, loss)
             else:
                 mgpu.train_batch(_inputs(data), y, pair.replicas, loss,
                                  pair.trainers[0])
@@ -450,7 +450,7 @@ class Run:
         else:
             self._finish(len(y))
 
-    def by_hand(self, rows=(3,), how: str = "", other: str = "",
+    def by_hand(self, rows=(3,), other: str = "",
                 clip: str = "", end: str = "") -> None:
         """A step of passes by hand.
 
@@ -458,8 +458,6 @@ class Run:
         ----------
         rows : tuple of int
             Of each micro-batch; several where gradients accumulate.
-        how : str
-            All replicas at once, or "one by one".
         other : str
             The second network: its predictions are the labels ("teacher"),
             or it takes outputs + inputs, and the loss its own ("critic").
@@ -480,7 +478,7 @@ class Run:
             data, y = self._batch(n)
             self.masks.clear()
             self._reference(data, y, self._passes(
-                how, data, y, self.loss, other, other_pair), other, other_pair)
+                data, y, self.loss, other, other_pair), other, other_pair)
         if other == "critic":
             other_pair.pending = not other_pair.config.adds
         if end == "look":       # in training mode
@@ -504,21 +502,13 @@ class Run:
         else:
             self._update(clip, sum(rows))
 
-    def _passes(self, how: str, data, y, loss, other="", other_pair=None):
+    def _passes(self, data, y, loss, other="", other_pair=None):
         """Forward and backward passes by hand; the losses by device."""
         replicas = self.pair.replicas
         shards, labels = mgpu.split_batch(_inputs(data), y, replicas.devices)
         if other == "teacher":
             labels = other_pair.replicas(shards)
 
-        if how == "one by one":
-            losses = []
-            for one, x, label in zip(replicas, shards, labels):
-                if len(label):
-                    with mgpu.record():
-                        losses.append(loss(one(x), label))
-                    mgpu.backward(losses[-1])
-            return losses
         with mgpu.record():
             outputs = replicas(shards)
             if other == "critic":
@@ -588,9 +578,7 @@ class Run:
 
     def _finish(self, n: int) -> None:
         pair = self.pair
-        for g in pair.reference.gradients()[0]:
-            g /= n      # by itself: Gluon's rescale_grad is a float32
-        pair.reference.step()
+        pair.reference.step(n)
         for schedule in pair.schedules:
             schedule.step()
         self._abandon(done=True)

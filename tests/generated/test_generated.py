@@ -44,7 +44,7 @@ def test_each_action_is_in_five_percent_of_the_programs(engine):
         "load", "load by_mgpu", "freeze", "freeze by_mgpu", "freeze unfreeze",
         "save", "restore", "resume", "resume checkpoint", "rate", "predict",
         "reset", "fail", "fail by_hand", "train_batch", "by_hand",
-        "one by one", "critic", "teacher", "before", "trainer", "0", "skip",
+        "critic", "teacher", "before", "trainer", "0", "skip",
         "look", "refused", "own step", *EDITS[engine],
         *(["own_states"] if engine == "torch" else ["lr_mult", "wd_mult"])}
     assert {name: found[name] for name in expected if found[name] < 6} == {}
@@ -69,17 +69,10 @@ def scaled(replicas, moment):
             g *= 1 + 1e-9
 
 
-def one_edited(replicas, moment):
-    """The last replica has other weights."""
-    if moment == "updated":
-        with replicas.backend.scope(recording=False):
-            replicas.params()[0].list_data()[-1][:] += 1e-9
-
-
 def statistics_moved(replicas, moment):
     for p in replicas.statistics() if moment == "updated" else ():
-        for x in p.list_data():
-            x += 1e-9
+        x = p.data()
+        x += 1e-9
 
 
 @pytest.mark.parametrize("engine", BACKENDS)
@@ -90,7 +83,6 @@ def test_a_planted_fault_is_found(engine):
         actions=tuple(Action("by_hand", rows=(5,)) for _ in range(4)))
     assert run(program) == []
     for fault, words in ((scaled, "weights differ"),
-                         (one_edited, "raised ReplicaMismatchError"),
                          (statistics_moved, "weights differ.*running_")):
         with pytest.raises(Failure, match=words):
             run(program, fault)

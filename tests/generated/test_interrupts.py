@@ -1,11 +1,11 @@
 """Ctrl-C at random moments of a training, in processes of their own."""
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 from conftest import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ with mgpu.using_backend("{engine}") as backend:
 def python(*arguments):
     """What a process of its own prints: Ctrl-C may come anywhere in it."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments], cwd=ROOT, timeout=300,
+        [forked.python(), "-W", "ignore", *arguments], cwd=ROOT, timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
         text=True)
     return done.stdout + done.stderr * bool(done.returncode)

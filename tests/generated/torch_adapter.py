@@ -249,7 +249,10 @@ class Reference:
                 p.grad = None       # frozen since
         return found, len(found) == len(trained)
 
-    def step(self):
+    def step(self, n):
+        """On the gradients of a sum over `n` rows."""
+        for g in self.gradients()[0]:
+            g /= n
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")     # of torch's schedules
             for x in (*self.optimizers, *self.schedules):

@@ -7,11 +7,11 @@ import os
 import random
 import struct
 import subprocess
-import sys
 import tempfile
 import tracemalloc
 from pathlib import Path
 
+import forked
 from mgpu.gluon_io import CSR, RowSparse, UnreadableParams, load_params
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -153,7 +153,7 @@ def what_mxnet_loads(paths):
     found = []
     while len(found) < len(paths):
         done = subprocess.run(
-            [sys.executable, "-c", _ORACLE], env=environment, text=True,
+            [forked.python(), "-c", _ORACLE], env=environment, text=True,
             input="".join(f"{p}\n" for p in paths[len(found):]),
             capture_output=True, timeout=300)
         lines = done.stdout.splitlines()

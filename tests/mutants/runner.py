@@ -73,6 +73,10 @@ class Judge:
         file = one.killer.partition("::")[0]
         chosen = [item for name, item in zip(names, items)
                   if one.killer in (name, name.partition("[")[0])]
+        # a case that has a word of the mutant's name comes first
+        words = set(one.name.split("-"))
+        chosen.sort(key=lambda item: words.isdisjoint(
+            item.name.partition("[")[2].strip("]").split("-")))
         if self._any:
             fast = [(name, item) for name, item in zip(names, items)
                     if item.get_closest_marker("fast")]

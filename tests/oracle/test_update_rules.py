@@ -62,8 +62,9 @@ def give(replicas, gradients, seed=0):
               for p in replicas.params()}
     with mgpu.record():
         losses = [functools.reduce(lambda a, b: a + b, [
-            F.sum(p.data(d) * mgpu.put(shares[p.name][i], d))
-            for p in replicas.params()]) for i, d in enumerate(devices)]
+            F.sum(p.data() * mgpu.put(share, devices[0]))
+            for p, share in zip(replicas.params(), row)])
+            for row in zip(*(shares[p.name] for p in replicas.params()))]
     mgpu.backward(losses)
 
 

@@ -111,25 +111,6 @@ def test_a_replica_that_drops_rows(backend, monkeypatch, policy):
     assert "3 devices: step 1" in str(report)
 
 
-def test_copies_that_part(backend, monkeypatch):
-    """A device whose weights are not those of the others."""
-    update = mgpu.Trainer.update
-
-    def parted(trainer, batch_size):
-        update(trainer, batch_size)
-        if len(trainer.replicas.devices) > 1:
-            weight = trainer.replicas.params()[0].list_data()[1]
-            with trainer.replicas.backend.scope(recording=False):
-                weight *= 1.5
-    monkeypatch.setattr(mgpu.Trainer, "update", parted)
-    report = parity.invariance(
-        lambda: network(backend, batch_norm=False), batches=batches(8),
-        devices=(1, 2))
-    assert {p for p, x in by_path(report).items()
-            if x.status[2] == "wrong"} == {"0"}
-    assert report.results[2].first.stage == "devices"
-
-
 # -- the report ---------------------------------------------------------------
 
 def test_the_report_is_text_and_json(backend):

@@ -68,7 +68,7 @@ def inputs(batch):
 
 
 def loss_of(output, batch):
-    return F.cross_entropy(output, batch["labels"], reduction="none")
+    return F.cross_entropy(output, batch["labels"])
 
 
 torch.manual_seed(1)
@@ -88,7 +88,7 @@ for epoch in range(opt.epochs):
         losses = mgpu.train_batch(batch, None, replicas, loss_of, trainer,
                                   clip_norm=opt.clip)
         scheduler.step()
-        total += sum(float(x.sum()) for x in losses if x is not None)
+        total += losses[0].item() * len(batch["labels"])
         rows += len(batch["labels"])
     model.eval()
     with torch.no_grad():

@@ -11,21 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import environment, probes
+from mgpu import environment
 from mgpu.arguments import integer
 from mgpu.backends import base, messages
-from mgpu.backends._mxnet import gradients, strict
+from mgpu.backends._mxnet import strict
+from mgpu.backends._mxnet.block_tree import is_recorded
 from mgpu.backends._mxnet.data_parallel import Arrays, DataParallel
-from mgpu.backends._mxnet.dispatch import disjoint
 from mgpu.backends._mxnet.framework import (findings, mx,
                                            native_context, one_thread)
 from mgpu.backends._mxnet.network import MXNetNetwork
 from mgpu.backends._mxnet.ops import MXNetOps, dtype_of, is_np
-from mgpu.backends._workers import (Workers, first_error_or, inside_worker,
+from mgpu.backends._mxnet.statistics import settle_all
+from mgpu.backends._workers import (Workers, inside_worker,
                                     run_in_turn)
 from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
-from mgpu.environment import cpu_cores
 from mgpu.files import path_of
 from mgpu.gluon_io.graph import (SOFTMAX, Node, check_fit, constants,
                                  dense_arrays, entries, fixed_gammas,
@@ -165,15 +165,6 @@ class _Through(mx.autograd.Function):
             1, gradient.ctx)
 
 
-def _is_recorded(x: Any) -> bool:
-    """Whether a gradient may reach `x`."""
-    try:
-        autograd.get_symbol(x)
-    except mx.MXNetError:
-        return False
-    return True
-
-
 class MXNetBackend(base.Backend):
     """MXNet as an engine of mgpu."""
 
@@ -181,6 +172,7 @@ class MXNetBackend(base.Backend):
     semantics = "gluon"
     finds_failed = "MXNET_ENGINE_TYPE=NaiveEngine"
     version = mx.__version__
+    batch_arrays = Arrays
 
     def __init__(self) -> None:
         self.ops = MXNetOps()
@@ -188,16 +180,10 @@ class MXNetBackend(base.Backend):
         self._first = 0
         self._turns: dict[Any, Any] = {}        # see `_Through`
         # The engine runs contexts side by side, whatever thread queued the
-        # work; `dispatch` says what threads are used for nevertheless.
-        # A thread that ended would take its random streams along.
+        # work; threads are for thunks that wait for each other. A thread that
+        # ended would take its random streams along.
         self._workers = Workers("mgpu-mxnet", lambda: None, self.carry,
                                 idle=threading.TIMEOUT_MAX)
-        # Threads of their own: a pass that waited for those above, in which
-        # a network may ask for gradients, would be waited for there.
-        self._backward = Workers("mgpu-mxnet-backward", lambda: None,
-                                 self.carry, idle=threading.TIMEOUT_MAX)
-        self._leader = Workers("mgpu-mxnet-step", lambda: None, self.carry,
-                               leading=True)
 
     # -- devices and arrays -------------------------------------------------
 
@@ -284,8 +270,7 @@ class MXNetBackend(base.Backend):
         return [_host_view(_address(x), x.size, _dtype(x)) for x in arrays]
 
     def run_on_host_views(self, thunks, written) -> None:
-        # A single thunk too: in a worker no signal cuts it short.
-        self._workers.run(thunks, carry=False)
+        self.uninterrupted(lambda: self._workers.run(thunks, carry=False))
 
     def library_allreduce(self, arrays: Sequence[Any], op: str) -> None:
         if op != "sum":
@@ -316,22 +301,10 @@ class MXNetBackend(base.Backend):
         return gradient
 
     def is_fresh(self, x: Any) -> bool:
-        return gradients.is_fresh(x)
+        return bool(x._fresh_grad)
 
     def mark_used(self, x: Any) -> None:
-        gradients.mark_used(x)
-
-    def watch_gradients(self, leaves, requests) -> gradients.Watched:
-        return gradients.Watched(leaves, requests)
-
-    def note_edits(self, watched: gradients.Watched, on: bool) -> None:
-        watched.note(on)
-
-    def edited(self, x: Any) -> bool:
-        return gradients.edited(x)
-
-    def settle(self, x: Any) -> None:
-        gradients.settle(x)
+        x._fresh_grad = False
 
     def scope(self, recording=None, training=None) -> base.ContextManager:
         return Scope(_read_flags, _write_flags, (recording, training))
@@ -350,25 +323,24 @@ class MXNetBackend(base.Backend):
             seeds = [self.ops.zeros_like(x) + sum(y is x for y in losses)
                      for x in heads]
         try:
-            with gradients.one_pass():
-                if seeds is None \
-                        and self.side_by_side([x.ctx for x in heads]) \
-                        and disjoint(heads):    # last: it reads the graphs
-                    self.in_threads([functools.partial(
-                        autograd.backward, [x]) for x in heads],
-                        self._backward)
-                else:
-                    autograd.backward(heads, seeds)
+            autograd.backward(heads, seeds)
         except mx.MXNetError as error:
+            if "There are no inputs in computation graph" in str(error):
+                raise RuntimeError(
+                    "backward needs losses that depend on an array with a "
+                    "gradient; got one that does not, or one whose outputs "
+                    "had their backward pass before. Call mgpu.backward once "
+                    "with the losses of all devices.") from error
             if not any(words in str(error) for words in (
                     "Cannot differentiate node",
                     "not part of a computation graph")):
                 raise
             raise messages.not_recorded() from None
+        settle_all()
 
     def through(self, x, forth, back, after=None):
         result = self.put(forth(self.to_numpy(x)), x)
-        if not autograd.is_recording() or not _is_recorded(x):
+        if not autograd.is_recording() or not is_recorded(x):
             return result, None
         turn = mx.nd.zeros(1, x.ctx)
         autograd.mark_variables([turn], [self._turns.setdefault(
@@ -393,15 +365,10 @@ class MXNetBackend(base.Backend):
 
     # -- running on several devices -----------------------------------------
 
-    def data_parallel(self, net, devices, splitter, remake, synchronize):
-        if synchronize is not None:
-            raise NotImplementedError(
-                "DataParallel on mxnet supports batch_norm='per_device'; got "
-                "'sync'. Use mgpu.initialize for other policies.")
-        return DataParallel(net, [self.handle(d) for d in devices],
-                            splitter(net.hybrid_forward if "hybrid_forward"
-                                     in vars(type(net)) else net.forward,
-                                     Arrays), remake)
+    def data_parallel(self, net, devices, split, remake, synchronize):
+        return DataParallel(net, [self.handle(d) for d in devices], split,
+                            remake, MXNetNetwork(self, net).batch_norms,
+                            synchronize)
 
     def parallel(self, thunks, *, rendezvous=False) -> list[Any]:
         if not rendezvous or len(thunks) < 2:
@@ -417,35 +384,6 @@ class MXNetBackend(base.Backend):
             return thunk()
         return self._workers.run([functools.partial(seeded, thunk)
                                   for thunk in thunks])
-
-    def side_by_side(self, contexts: Sequence[Any]) -> bool:
-        """Whether work on these contexts may be faster when several threads
-        queue it."""
-        return len(contexts) > 1 and cpu_cores() > 1 and not strict.on() \
-            and not inside_worker() \
-            and all(c.device_type == "cpu" for c in contexts)
-
-    def in_threads(self, thunks: Sequence[Callable[[], Any]],
-                   workers: Workers | None = None) -> list[Any]:
-        """Call thunks that only queue work in as many threads as there are
-        cores; otherwise as `parallel`."""
-        results: list[Any] = [None] * len(thunks)
-        errors: list[Any] = [None] * len(thunks)
-        count = min(len(thunks), cpu_cores())
-
-        def queue(first: int) -> None:
-            for i in range(first, len(thunks), count):
-                try:
-                    results[i] = thunks[i]()
-                except Exception as error:
-                    errors[i] = error
-        with probes.only_queueing():   # a thread serves several devices
-            (workers or self._workers).run([functools.partial(queue, i)
-                                            for i in range(count)])
-        return first_error_or(results, errors)
-
-    def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
-        return self._leader.run([thunk])[0]
 
     def carry(self) -> Callable[[], base.ContextManager]:
         # Inside mx.engine.bulk the thread holds back operations whose results
@@ -533,6 +471,16 @@ class MXNetBackend(base.Backend):
 
     def wait_for(self, x: Any) -> None:
         x.wait_to_read()
+
+    def failures(self, arrays):
+        errors = []
+        for x in arrays:
+            try:
+                if _place(x)[0] == _CPU:
+                    x.wait_to_read()
+            except Exception as failed:
+                errors.append(failed)
+        return errors
 
     def memory(self, x: Any) -> tuple[Any, int, int]:
         x.wait_to_read()

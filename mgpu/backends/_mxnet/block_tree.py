@@ -2,7 +2,10 @@
 import copy
 import functools
 import types
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from mgpu.backends import containers
 from mgpu.backends._mxnet.framework import mx
@@ -13,11 +16,27 @@ _Scope = gluon.block._BlockScope
 TRACED = ("_cached_graph", "_cached_op", "_in_format", "_out_format")
 #: attributes that Gluon itself makes
 INTERNAL = frozenset({*TRACED, *vars(gluon.HybridBlock(prefix="x_"))})
+#: an attribute: (id of a block, name)
+Place = tuple[int, str]
 _ATOMS = (type(None), bool, int, float, str, bytes, type)
 
 
 def is_array(x: Any) -> bool:
     return isinstance(x, NDArray)
+
+
+def is_recorded(x: Any) -> bool:
+    """Whether a gradient may reach `x`."""
+    try:
+        autograd.get_symbol(x)
+    except mx.MXNetError:
+        return False
+    return True
+
+
+def on_context(x: Any, context: Any) -> Any:
+    """`x`, or a recorded copy of it on another context."""
+    return x if x.ctx == context else x.copyto(context)
 
 
 class BlockTree:
@@ -32,7 +51,11 @@ class BlockTree:
         id of a Parameter -> (it, array on `context`): memory that the next
         pass uses again.
     attributes : dict
-        (id of a block, name) -> the context's own value.
+        By `Place`, the context's own value.
+    sources : dict
+        id of a Parameter -> the recorded array to copy in its place.
+    own : dict
+        id of a Parameter -> the array that the copy has, as it is.
 
     Attributes
     ----------
@@ -43,13 +66,16 @@ class BlockTree:
     """
 
     def __init__(self, net: Any, context: Any, buffers: dict[int, Any],
-                 attributes: dict[tuple[int, str], Any]) -> None:
+                 attributes: Mapping[Place, Any],
+                 sources: Mapping[int, Any] = types.MappingProxyType({}),
+                 own: Mapping[int, Any] = types.MappingProxyType({})) -> None:
         self.context, self._memory = context, buffers
-        self._attributes = attributes
+        self._attributes, self._sources, self._own = attributes, sources, own
         self._memo: dict[int, Any] = {}
         self._alive: list[Any] = []         # or ids would be used again
         self.blocks: list[tuple[Any, Any]] = []
-        self._pairs: list[tuple[Any, Any]] = []
+        #: (parameter, its copy)
+        self.parameters: list[tuple[Any, Any]] = []
         self.net = self.copy(net)
 
     def copy(self, x: Any) -> Any:
@@ -62,12 +88,14 @@ class BlockTree:
         return self._memo.get(id(x), x)
 
     def _copy(self, x: Any) -> None:
-        memo, found = self._memo, containers.parts(x)
+        memo = self._memo
         if is_array(x):
-            memo[id(x)] = x.as_in_context(self.context)
+            memo[id(x)] = on_context(x, self.context)
+        elif isinstance(x, (np.ndarray, bytearray)):
+            memo[id(x)] = x.copy()
         elif isinstance(x, gluon.Parameter):
             memo[id(x)] = new = copy.copy(x)
-            self._pairs.append((x, new))
+            self.parameters.append((x, new))
             self._fill(x, new)
         elif isinstance(x, gluon.Block):
             memo[id(x)] = new = object.__new__(type(x))
@@ -95,7 +123,7 @@ class BlockTree:
             self._copy_function(x)
         elif isinstance(x, (set, frozenset)):
             memo[id(x)] = type(x)(map(self.copy, x))
-        elif found is not None:
+        elif (found := containers.parts(x)) is not None:
             memo[id(x)] = x         # while it is read
             memo[id(x)] = containers.rebuild(
                 x, found[0], list(map(self.copy, found[1])))
@@ -129,21 +157,10 @@ class BlockTree:
             raise ValueError(
                 f"parameter {p.name} is on several contexts, {p._ctx_list}. "
                 "Initialize the network on the first device only.")
-        values = arrays[0]
-        known, buffer = self._memory.get(id(p), (None, None))
-        with autograd.pause():
-            if known is not p or buffer.shape != values.shape \
-                    or buffer.dtype != values.dtype \
-                    or type(buffer) is not type(values):
-                buffer = values.copyto(self.context)
-                self._memory[id(p)] = p, buffer
-        # MXNet writes to no array of a graph: this one is of none.
-        target = buffer.detach()
-        if p.grad_req == "null":
-            with autograd.pause():
-                values.copyto(target)
-        else:
-            values.copyto(target)
+        target = self._own.get(id(p))
+        if target is None:
+            target = copied(p, self.context, self._memory,
+                            self._sources.get(id(p)))
         places: list[list[Any]] = [[], []]
         places[self.context.device_typeid & 1] = [
             None] * self.context.device_id + [0]
@@ -158,7 +175,7 @@ class BlockTree:
         RuntimeError
             The pass has made a block or a parameter.
         """
-        for p, new in self._pairs:
+        for p, new in self.parameters:
             if vars(new)["_data"] is None:
                 self._fill(p, new)
         for block, new in self.blocks:
@@ -175,9 +192,13 @@ class BlockTree:
                 new.__dict__["_cached_op_args"] = self.copy(
                     block._cached_op_args)
 
+    def view(self) -> dict[int, dict[str, Any]]:
+        """The attributes of the copies, by id of the block."""
+        return {id(block): vars(new) for block, new in self.blocks}
+
     def give_back(self) -> None:
         """Give the network the graphs that only this context has traced."""
-        first = {id(new): p for p, new in self._pairs}
+        first = {id(new): p for p, new in self.parameters}
         for block, new in self.blocks:
             if isinstance(block, gluon.HybridBlock) \
                     and block._cached_op is None \
@@ -187,6 +208,41 @@ class BlockTree:
                 block.__dict__["_cached_op_args"] = [
                     (is_input, x if is_input else first[id(x)])
                     for is_input, x in new._cached_op_args]
+
+
+def copied(p: Any, context: Any, memory: dict[int, tuple[Any, Any]],
+           source: Any = None) -> Any:
+    """An array on `context` with the values of the Parameter `p`, in
+    `memory`; recorded where the parameter has a gradient, as a copy of
+    `source` (None: of the parameter's array)."""
+    values = vars(p)["_data"][0]
+    known, buffer = memory.get(id(p), (None, None))
+    with autograd.pause():
+        if known is not p or buffer.shape != values.shape \
+                or buffer.dtype != values.dtype \
+                or type(buffer) is not type(values):
+            buffer = values.copyto(context)
+            memory[id(p)] = p, buffer
+    # MXNet writes to no array of a graph: this one is of none.
+    target = buffer.detach()
+    # (A frozen array may have a gradient: see `MXNetNetwork`.)
+    if p.grad_req == "null" and values.grad is None:
+        with autograd.pause():
+            values.copyto(target)
+        return target
+    if source is None:      # backward of a copy would not add
+        source = alias(values) if p.grad_req == "add" else values
+    source.copyto(target)
+    return target
+
+
+def alias(x: Any) -> Any:
+    """`x` by a node of its own in the graph; shares its memory. It has no
+    second derivative with respect to `x`."""
+    if not x.shape or 0 in x.shape:
+        return x.copy()
+    y = x.as_nd_ndarray().reshape(x.shape)
+    return y.as_np_ndarray() if isinstance(x, mx.np.ndarray) else y
 
 
 def is_state(x: Any) -> bool:
@@ -212,8 +268,13 @@ def blocks_of(net: Any) -> list[Any]:
     return list(found.values())
 
 
-def state_of(net: Any) -> dict[tuple[int, str], Any]:
-    """The user's attributes of all blocks in `net`."""
-    return {(id(block), name): x for block in blocks_of(net)
-            for name, x in vars(block).items()
+def view_of(net: Any) -> dict[int, dict[str, Any]]:
+    """The attributes of the blocks in `net`, by id of the block."""
+    return {id(block): vars(block) for block in blocks_of(net)}
+
+
+def state_of(view: Mapping[int, dict[str, Any]]) -> dict[Place, Any]:
+    """The user's attributes among those of blocks."""
+    return {(key, name): x for key, own in view.items()
+            for name, x in own.items()
             if name not in INTERNAL and is_state(x)}

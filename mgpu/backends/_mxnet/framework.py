@@ -29,7 +29,7 @@ _ALIASES = {"bool": np.bool_, "int": int, "float": float, "object": object,
 
 #: buffers for the temporary space of operations, which all CPU contexts share;
 #: not more, because each grows to the largest need
-BUFFERS = 32
+BUFFERS = 96
 
 # The engine reads them at its first operation, after the import.
 _SETTINGS = {"MXNET_CPU_TEMP_COPY": str(BUFFERS),

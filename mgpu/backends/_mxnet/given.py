@@ -2,13 +2,15 @@
 import copy
 import random
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mgpu.backends import base, messages
+from mgpu.backends._mxnet.blocks import is_users
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends._mxnet.own_step import FAMILIES
+from mgpu.backends._mxnet.own_step import FAMILIES, SLOTS
 
 #: by family, the options besides the rate, wd and clip_gradient: MXNet's
 #: attribute and mgpu's name, where that is another
@@ -21,88 +23,146 @@ _OPTIONS: dict[str, dict[str, str]] = {
         "adadelta": "rho epsilon", "ftrl": "lamda1 beta",
         "lamb": "beta1 beta2 epsilon lower_bound upper_bound bias_correction",
         "lars": "momentum eta eps momentum_correction",
-        "ftml": "beta1 beta2 epsilon", "dcasgd": "lamda", "sgld": ""}.items()}
+        "ftml": "beta1 beta2 epsilon", "dcasgd": "lamda"}.items()}
 _OPTIONS["adagrad"] = _OPTIONS["groupadagrad"] = {"float_stable_eps": "eps"}
 #: the classes of `FAMILIES`, whose steps parity knows, and others
 _FAMILIES = {**FAMILIES, **{getattr(mx.optimizer, name): name.lower()
-                            for name in ("LAMB", "LARS", "FTML", "DCASGD",
-                                         "SGLD")},
+                            for name in ("LAMB", "LARS", "FTML", "DCASGD")},
              mx.optimizer.contrib.GroupAdaGrad: "groupadagrad"}
 
 
-class MXNetOptimizer(base.GivenOptimizer):
-    """An `mx.optimizer.Optimizer` of a class of MXNet's own."""
+class MXNetOptimizer(base.OptimizerObject):
+    """An `mx.optimizer.Optimizer` of any class, one of the user's too, for a
+    network of either engine. Another engine's arrays are copied to MXNet's
+    and back."""
 
     semantics = "gluon"
 
     def __init__(self, x: Any, network: base.Network):
-        if _FAMILIES.get(type(x)) not in _OPTIONS:
-            known = [cls.__name__ for cls, family in _FAMILIES.items()
-                     if family in _OPTIONS]
-            raise ValueError(
-                "an optimiser object is of a class whose formula mgpu has; "
-                f"received {type(x).__module__}.{type(x).__name__}. Use one "
-                f"of {', '.join(known)}, or write your rule as a class of "
-                "mgpu.optimizers.Optimizer.")
-        if x.num_update != x.begin_num_update or any(
-                x._all_index_update_counts.values()):
-            raise ValueError(
-                "a Trainer begins with an optimiser that has updated "
-                f"nothing; received one after {x.num_update} updates. Make a "
-                "new one (mgpu.resume_from_gluon reads saved states).")
         messages.check_precision(x.multi_precision, {
             spec.name: spec.dtype for spec in network.specs()
             if spec.kind not in base.BUFFERS})
         super().__init__(x)
-        self._family = _FAMILIES[type(x)]
-        self.schedule, self.scale = x.lr_scheduler, float(x.rescale_grad)
+        self._backend, self._updater = network.backend, \
+            mx.optimizer.get_updater(x)
+        self._family = _FAMILIES.get(type(x))
+        #: by name, what MXNet calls a parameter, as a Trainer of Gluon's does
+        self._index = {spec.name: i for i, spec in enumerate(network.specs())}
+        self.scale = float(x.rescale_grad)
         if not 0 < self.scale < float("inf"):
             raise ValueError("rescale_grad must be a finite number above 0; "
                              f"received {x.rescale_grad!r}.")
-        self.read()
 
-    def read(self) -> list[base.GivenGroup]:
+    # -- options ------------------------------------------------------------
+
+    @property
+    def schedule(self) -> Any:
+        return self.object.lr_scheduler
+
+    @schedule.setter
+    def schedule(self, schedule: Any) -> None:
+        self.object.lr_scheduler = schedule
+
+    @property
+    def learning_rate(self) -> float:
         x = self.object
-        if self.taken():
-            raise ValueError(
-                "an optimiser object is that of one Trainer, whose updates it "
-                "counts; received one that another Trainer has stepped with. "
-                "Make a new object for each.")
-        if x.lr_mult or x.wd_mult:
-            raise ValueError(
-                "a Trainer, Gluon's too, multiplies rates by what parameters "
-                "say; received an optimiser with "
-                f"{'lr_mult' if x.lr_mult else 'wd_mult'} "
-                f"{dict(x.lr_mult or x.wd_mult)!r} (set_lr_mult, set_wd_mult "
-                "or param_idx2name). Use mgpu.Trainer(..., lr_mult=, "
-                "wd_mult=), or those of the Parameters.")
-        if self._family == "dcasgd" and x.momentum:
-            raise ValueError(
-                "dcasgd has no momentum, with which MXNet's rule fails; "
-                f"received momentum={x.momentum!r}. Leave it out.")
-        if x.begin_num_update:
-            raise ValueError(
-                "a Trainer counts updates from 1; received begin_num_update="
-                f"{x.begin_num_update!r}. Load states with "
-                "Trainer.load_states, or let lr_scheduler add to its number.")
-        if x.lr_scheduler is not self.schedule:
-            raise ValueError(
-                "the schedule of an optimiser object stays; received another "
-                "lr_scheduler than when the Trainer was made. Make a new "
-                "Trainer, or set Trainer.lr_scheduler.")
-        rate = x.lr if x.lr is not None else getattr(
-            x.lr_scheduler, "base_lr", 0.01)    # a function has none
-        return [base.GivenGroup(None, self._family, {
-            "learning_rate": rate, "wd": x.wd,
-            "clip_gradient": x.clip_gradient, **{
-                own: getattr(x, name)
-                for name, own in _OPTIONS[self._family].items()}})]
+        return float(x.lr if x.lr is not None
+                     else getattr(x.lr_scheduler, "base_lr", 0.01))
 
     def set_learning_rate(self, rate: float) -> None:
-        self.object.set_learning_rate(rate)
+        if self.schedule is None:
+            self.object.set_learning_rate(rate)
 
-    def load_learning_rate(self, rate: float) -> None:
-        self.object.set_learning_rate(rate)
+    def groups(self) -> list[base.OptimizerGroup]:
+        x = self.object
+        own = {"learning_rate": self.learning_rate, "wd": x.wd}
+        if self._family not in _OPTIONS:
+            return [base.OptimizerGroup(None, None, own)]
+        return [base.OptimizerGroup(None, self._family, {
+            **own, "clip_gradient": x.clip_gradient, **{
+                name: getattr(x, key)
+                for key, name in _OPTIONS[self._family].items()}})]
+
+    # -- a step -------------------------------------------------------------
+
+    def step(self, arrays, factors, scale, loss_scale) -> None:
+        x, rescale = self.object, self.object.rescale_grad
+        indices = [self._index[name] for name in arrays]
+        gradients = [self._backend.grad(a) for a in arrays.values()]
+        x.param_dict = {self._index[name]: _Factors(*factors(name))
+                        for name in arrays}
+        x.rescale_grad = scale / loss_scale
+        try:
+            weights = [*map(self._native, arrays.values())]
+            if indices:
+                self._updater(indices, [*map(self._native, gradients)],
+                              weights)
+        finally:
+            x.rescale_grad = rescale
+        for a, w in zip(arrays.values(), weights, strict=True):
+            if a is not w:
+                a[...] = self._backend.put(w.asnumpy(), a)
+
+    def _native(self, x: Any) -> Any:
+        if isinstance(x, mx.nd.NDArray):
+            return x
+        x = self._backend.to_numpy(x)
+        return mx.nd.array(x, mx.cpu(), x.dtype)
+
+    def count(self, before: int) -> int:
+        return self.object.num_update
+
+    # -- states -------------------------------------------------------------
+
+    def _slot(self, number: int) -> str:
+        slots = SLOTS.get(self._family or "")
+        return slots[number] if slots else str(number)
+
+    def memory(self) -> base.Memory:
+        x, states = self.object, self._updater.states
+        known = {name: i for name, i in self._index.items() if i in states}
+        slots = {(name, self._slot(j)): part.asnumpy()
+                 for name, i in known.items()
+                 for j, part in enumerate(_parts(states[i]))
+                 if part is not None}
+        if self._family == "nadam":
+            slots |= {(name, "schedule"): np.array(x.m_schedule)
+                      for name in known}
+        return slots, {name: x._index_update_count[i]
+                       for name, i in known.items()}
+
+    def load(self, memory, arrays) -> None:
+        x, (slots, counts) = self.object, memory
+        for array in [*arrays.values()][:1]:
+            x._set_current_context(self._native(array).context.device_id)
+        x._index_update_count.clear()
+        x._index_update_count.update(
+            {self._index[name]: count for name, count in counts.items()})
+        x.num_update = max(counts.values(), default=x.begin_num_update)
+        states = self._updater.states
+        states.clear()
+        for name in counts:
+            i = self._index[name]
+            states[i] = state = x.create_state_multi_precision(
+                i, self._native(arrays[name]))
+            self._updater.states_synced[i] = True
+            for j, part in enumerate(_parts(state)):
+                if part is not None and (name, self._slot(j)) in slots:
+                    part[:] = mx.nd.array(slots[name, self._slot(j)],
+                                          part.context, part.dtype)
+            if (name, "schedule") in slots:
+                x.m_schedule = float(slots[name, "schedule"])
+
+
+class _Factors(NamedTuple):
+    """What MXNet asks a Parameter for."""
+
+    lr_mult: float
+    wd_mult: float
+
+
+def _parts(state: Any) -> Sequence[Any]:
+    return state if isinstance(state, (tuple, list)) else (state,)
 
 
 def _content(x: Any, seen: set[int]) -> Any:
@@ -176,7 +236,7 @@ class MXNetGiven(base.Given):
     """Optimisers, schedules and initialisers of MXNet."""
 
     def optimizer(self, x: Any, network: base.Network
-                  ) -> base.GivenOptimizer | None:
+                  ) -> base.OptimizerObject | None:
         return MXNetOptimizer(x, network) \
             if isinstance(x, mx.optimizer.Optimizer) else None
 
@@ -190,8 +250,7 @@ class MXNetGiven(base.Given):
                 "mgpu.initialize.")
         if isinstance(x, mx.init.Mixed):
             return list(x.map)
-        if isinstance(x, mx.init.Initializer) \
-                and type(x).__module__ != mx.init.Initializer.__module__:
+        if isinstance(x, mx.init.Initializer) and is_users(x):
             return MXNetDraws(x)
         return None
 

@@ -113,8 +113,10 @@ class MXNetOps(base.Ops):
             shape = list(x.shape)
             shape[axis] = end - begin
             return _empty_like(x, shape)
-        index = (slice(None),) * (axis % x.ndim) + (slice(begin, end),)
-        return x[index]
+        before = (slice(None),) * (axis % x.ndim)
+        # MXNet reads tuples in ten times the time of a slice.
+        return x[(*before, slice(begin, end))] if before \
+            else x[begin:end]
 
     def flat_view(self, x):
         return x.reshape_view(-1) if is_np(x) else x.reshape((-1,))

@@ -17,12 +17,14 @@ FAMILIES = {getattr(mx.optimizer, name): name.lower() for name in (
 #: Gluon's names of attributes, and those of `mgpu.optimizers`
 _OPTIONS = {"lr": "learning_rate", "float_stable_eps": "eps"}
 #: the arrays of a state in Gluon's order
-_SLOTS: dict[str, tuple[str, ...]] = {
+SLOTS: dict[str, tuple[str, ...]] = {
     "sgd": ("momentum",), "nag": ("momentum",), "signum": ("momentum",),
     "adam": ("mean", "variance"), "nadam": ("mean", "variance"),
     "adamax": ("mean", "norm"), "rmsprop": ("variance", "mean", "delta"),
     "adagrad": ("history",), "adadelta": ("variance", "delta_variance"),
-    "ftrl": ("z", "n")}
+    "ftrl": ("z", "n"), "lamb": ("mean", "variance"), "lars": ("momentum",),
+    "ftml": ("d", "variance", "z"), "dcasgd": ("momentum", "previous"),
+    "groupadagrad": ("row_history",)}
 
 
 class MXNetParts(base.OwnParts):
@@ -132,7 +134,7 @@ class MXNetParts(base.OwnParts):
                 continue
             arrays = state if isinstance(state, tuple) else (state,)
             slots |= {(name, slot): x.asnumpy()
-                      for slot, x in zip(_SLOTS[self.rule[0]], arrays)}
+                      for slot, x in zip(SLOTS[self.rule[0]], arrays)}
             if self.rule[0] == "nadam":
                 slots[name, "schedule"] = np.array(
                     trainer.optimizer.m_schedule)
@@ -156,7 +158,7 @@ class MXNetParts(base.OwnParts):
                 continue
             state = optimizer.create_state_multi_precision(index, weight)
             arrays = state if isinstance(state, tuple) else (state,)
-            for slot, x in zip(_SLOTS[self.rule[0]], arrays):
+            for slot, x in zip(SLOTS[self.rule[0]], arrays):
                 if x is not None and (name, slot) in slots:
                     x[:] = _array(slots[name, slot], x)
             updater.states[index] = state

@@ -1,7 +1,10 @@
 """`mgpu.strict_devices` on MXNet: checks every call into its library.
 
-Arrays have contexts, but MXNet does not compare CPU contexts. While a mode is
-on, checking functions stand around the library's own (`calls`).
+Arrays have contexts, but MXNet does not compare CPU contexts. All calls from
+Python into the library (the generated functions of `mx.nd`, `mx.np` and
+`mx.npx`, its function interface, compiled networks) are a few C functions,
+which Python looks up by name in every call. While a mode is on, checking
+functions are in their place.
 """
 import contextlib
 import ctypes
@@ -13,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends._mxnet import calls
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends.base import Device
 from mgpu.backends.ledger import Ledgers
@@ -25,6 +27,7 @@ _ledgers = Ledgers()
 #: operators that copy an array from one context to another
 _COPIES = {"_copyto", "_npi_copyto"}
 _CONTEXTS = {1: "cpu", 2: "gpu"}    # others (pinned, shared) are the host's
+_ARRAY = 14     # type code of an array in the function interface
 
 
 def on() -> bool:
@@ -57,6 +60,16 @@ def _itemsize(handle: Any) -> int:
     return np.dtype(mx.ndarray.ndarray._DTYPE_MX_TO_NP[dtype.value]).itemsize
 
 
+def _handles(arrays: Any, count: int) -> list[Any]:
+    """The addresses of `count` array objects of the library."""
+    return [getattr(arrays[i], "value", arrays[i]) for i in range(count)]
+
+
+def _outputs(count: Any, arrays: Any) -> list[Any]:
+    """Those that a caller passed by reference, to be written to."""
+    return _handles(arrays._obj, count._obj.value) if count._obj.value else []
+
+
 @functools.cache
 def _names() -> dict[int, str]:
     """The library's operators by handle."""
@@ -85,8 +98,8 @@ def _one_device(ledgers: tuple[Any, ...], operation: str,
 
 def _operator(ledgers, operator, count, inputs, output_count, outputs, *_):
     name = _names().get(operator.value, "an operator")
-    handles = calls.handles(inputs, count.value)
-    written = calls.outputs(output_count, outputs)
+    handles = _handles(inputs, count.value)
+    written = _outputs(output_count, outputs)
     if name in _COPIES:
         if handles and written:
             for ledger in ledgers:
@@ -98,14 +111,14 @@ def _operator(ledgers, operator, count, inputs, output_count, outputs, *_):
 
 def _compiled(ledgers, operator, count, inputs, output_count, outputs, *_):
     _one_device(ledgers, "a hybridized network",
-                calls.handles(inputs, count.value)
-                + calls.outputs(output_count, outputs))
+                _handles(inputs, count.value)
+                + _outputs(output_count, outputs))
 
 
 def _function(ledgers, function, values, codes, count, *_):
     _one_device(ledgers, "a function of mx.np", [
         values[i].v_handle for i in range(count.value)
-        if codes[i] == calls.ARRAY])
+        if codes[i] == _ARRAY])
 
 
 def _transfer(to_host, ledgers, array, data, size):
@@ -132,18 +145,17 @@ _CHECKS: dict[str, Callable[..., None]] = {
 
 # -- the mode -----------------------------------------------------------------
 
-def _checked(check: Callable[..., None]) -> calls.Around:
-    def around(call: Callable[..., int], *args: Any) -> int:
-        ledgers = _ledgers.active()
-        if ledgers:     # another thread may have none
-            check(ledgers, *args)
-        return call(*args)
-    return around
+def _checked(check: Callable[..., None], call: Callable[..., int], *args: Any
+             ) -> int:
+    ledgers = _ledgers.active()
+    if ledgers:     # another thread may have none
+        check(ledgers, *args)
+    return call(*args)
 
 
-_AROUND = {name: _checked(check) for name, check in _CHECKS.items()}
 _changing = threading.Lock()
 _blocks = 0
+_plain: dict[str, Any] = {}     # the library's functions, by name
 
 
 def _watch(step: int) -> None:
@@ -152,11 +164,12 @@ def _watch(step: int) -> None:
     global _blocks
     with _changing:
         _blocks += step
-        for name, around in _AROUND.items():
+        for name, check in _CHECKS.items():
             if step > 0 and _blocks == 1:
-                calls.stand_around(name, around)
+                call = _plain[name] = getattr(_LIB, name)
+                setattr(_LIB, name, functools.partial(_checked, check, call))
             elif not _blocks:
-                calls.step_aside(name, around)
+                setattr(_LIB, name, _plain[name])
 
 
 def always(ledger: Any) -> None:

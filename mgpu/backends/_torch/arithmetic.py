@@ -177,15 +177,15 @@ def draw_mask(x: Any, leading: int, keep: float,
 
 def dropout_forward(layer: nn.Module,
                     generator: Callable[[], torch.Generator | None],
-                    ticket: torch.Tensor) -> Forward:
+                    ticket: Callable[[], torch.Tensor]) -> Forward:
     """A ``forward`` for `layer` that draws masks from `generator`; compiled
-    code draws them from the generator of the replica of `ticket`."""
+    code draws them from the stream of the device of `ticket`."""
     def forward(x: Any) -> Any:
         leading = _leading(layer, x)
         keep = 1 - layer.p
         if torch.compiler.is_dynamo_compiling():
             mask = torch.ops.mgpu.dropout_mask(x.detach(), leading, keep,
-                                               ticket)
+                                               ticket())
         else:
             mask = draw_mask(x, leading, keep, generator())
         return x * mask.div_(keep) if keep else x * mask

@@ -1,7 +1,6 @@
 """The PyTorch engine."""
 import contextlib
 import ctypes
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -17,12 +16,11 @@ from mgpu.backends._allocator import keep_freed_memory
 from mgpu.backends._torch import modes, strict
 from mgpu.backends._torch.arithmetic import MET, TAKEN
 from mgpu.backends._torch.data_parallel import Arrays, DataParallel
-from mgpu.backends._torch.draws import Draws, default_generators, watch
-from mgpu.backends._torch.graph import in_common, total
-from mgpu.backends._torch.leaves import Leaves, has_hooks, together
+from mgpu.backends._torch.gradients import Gradients
 from mgpu.backends._torch.network import TorchNetwork, without_values
 from mgpu.backends._torch.ops import TorchOps, dtype_of
-from mgpu.backends._torch.replica import aside, undisturbed
+from mgpu.backends._torch.streams import (Draws, aside, default_generators,
+                                          undisturbed, watch)
 from mgpu.backends._workers import Workers, inside_worker, run_in_turn
 from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
@@ -42,16 +40,17 @@ def _write_flags(recording: bool | None, training: bool | None,
     if training is not None:
         _training.set(training)
     if grad is not None:
-        torch.set_grad_enabled(grad)
+        torch._C._set_grad_enabled(grad)
 
 
-class TorchBackend(Leaves, base.Backend):
+class TorchBackend(Gradients, base.Backend):
     """PyTorch as an engine of mgpu."""
 
     name = semantics = "torch"
     plain_request = "add"
     finds_failed = "CUDA_LAUNCH_BLOCKING=1"
     version = torch.__version__
+    batch_arrays = Arrays
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,17 +58,12 @@ class TorchBackend(Leaves, base.Backend):
         self.ops = TorchOps()
         self._seed = self._first = 0
         self._generators: dict[Any, torch.Generator] = {}
-        #: networks with hooks that may keep something in backward passes
-        self.keeping = weakref.WeakSet[TorchNetwork]()
         # set_num_threads acts on the calling thread only, so each device gets
         # its share and the user's own threads keep theirs.
         self.threads = threads = environment.threads_per_device()
         self._workers = Workers(
             "mgpu-torch", lambda: torch.set_num_threads(threads),
             partial(self._carried, True), aside=aside)
-        self._leader = Workers("mgpu-torch-step", lambda: None,
-                               partial(self._carried, True), leading=True,
-                               aside=aside)
 
     # -- devices and arrays -------------------------------------------------
 
@@ -97,6 +91,8 @@ class TorchBackend(Leaves, base.Backend):
             x = torch.from_numpy(messages.host_array(x))
             if target.type == "cpu":    # host_array has made a copy
                 return x if want is None else x.to(want)
+        if x.device == target and want is None:
+            return x.clone()
         return x.to(device=target, dtype=want or x.dtype, copy=True,
                     non_blocking=x.is_pinned() if x.device.type == "cpu"
                     and target.type == "cuda" else False)
@@ -135,9 +131,6 @@ class TorchBackend(Leaves, base.Backend):
 
     # -- the host's own memory ------------------------------------------------
 
-    def mark(self, x: Any) -> Any:
-        return id(x), x._version, x.data_ptr()
-
     def host_views(self, arrays: Sequence[Any], *, to_read: bool = False
                    ) -> list[np.ndarray] | None:
         if strict.on() and not to_read:
@@ -165,8 +158,8 @@ class TorchBackend(Leaves, base.Backend):
 
     def run_on_host_views(self, thunks, written) -> None:
         try:
-            # A single thunk too: in a worker no signal cuts it short.
-            self._workers.run(thunks, carry=False)
+            self.uninterrupted(
+                lambda: self._workers.run(thunks, carry=False))
         finally:
             # Makes a graph that still needs the old values an error.
             torch.autograd.graph.increment_version(written)
@@ -187,8 +180,6 @@ class TorchBackend(Leaves, base.Backend):
         torch.cuda.nccl.all_reduce(list(arrays),
                                    op={"sum": 0, "max": 2, "min": 3}[op])
 
-    # -- gradients: see `Leaves` ---------------------------------------------
-
     def scope(self, recording=None, training=None) -> base.ContextManager:
         return Scope(_read_flags, _write_flags,
                      (recording, training, recording))
@@ -199,34 +190,6 @@ class TorchBackend(Leaves, base.Backend):
     def is_training(self) -> bool:
         return _training.get()
 
-    def backward(self, losses: Sequence[Any]) -> None:
-        keeping = list(self.keeping)
-        for network in keeping:
-            network.reached.clear()
-        self.run_backward(losses, together())
-        for network in keeping:
-            network.check_kept(backward=True)
-
-    def run_backward(self, losses: Sequence[Any],
-                     join: Callable[[Any], Any]) -> None:
-        """`backward`, as a part of the pass that `join` stands for."""
-        if not all(loss.requires_grad for loss in losses):
-            raise messages.not_recorded()
-        totals = [total(loss) for loss in losses]
-        for x in totals:
-            join(x)
-        shared = in_common(losses, self.owner_of) if len(losses) > 1 \
-            else None
-        if shared is None or any(map(has_hooks, shared)):
-            # One pass for all: a hook sees the sum over the devices.
-            self._workers.run([lambda: torch.autograd.backward(totals)])
-        elif shared:    # In the order of the losses: what is added, and what
-            # is known of a network on one device.
-            self._workers.run([lambda: [torch.autograd.backward(x)
-                                        for x in totals]])
-        else:
-            self._run([partial(torch.autograd.backward, x) for x in totals])
-
     # -- running on several devices -----------------------------------------
 
     def parallel(self, thunks, *, rendezvous=False) -> list[Any]:
@@ -234,9 +197,10 @@ class TorchBackend(Leaves, base.Backend):
             raise messages.nested_rendezvous()
         if rendezvous and len(thunks) > 1 and modes.watching():
             raise messages.watched_rendezvous(modes.watching())
-        return self._run(thunks)
+        return self.run(thunks)
 
-    def _run(self, thunks: Sequence[Callable[[], Any]]) -> list[Any]:
+    def run(self, thunks: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Call thunks, number i in the thread of device i."""
         if len(thunks) > 1 and modes.watching():
             with probes.only_queueing():    # one thread serves all devices
                 return self._workers.run([partial(run_in_turn, thunks)])[0]
@@ -247,9 +211,6 @@ class TorchBackend(Leaves, base.Backend):
             return self._workers.run(thunks)
         finally:
             watch.check(before)
-
-    def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
-        return self._leader.run([thunk])[0]
 
     def carry(self) -> Callable[[], base.ContextManager]:
         return self._carried(watching=False)
@@ -304,9 +265,9 @@ class TorchBackend(Leaves, base.Backend):
         # thread has recorded in its life.
         return list(x.expand(count, *x.shape).unbind())
 
-    def data_parallel(self, net, devices, splitter, remake, synchronize):
-        return DataParallel(net, [self.handle(d) for d in devices], self._run,
-                            splitter(net.forward, Arrays), remake, synchronize)
+    def data_parallel(self, net, devices, split, remake, synchronize):
+        return DataParallel(net, [self.handle(d) for d in devices], self.run,
+                            split, remake, synchronize)
 
     def through(self, x, forth, back, after=None):
         if after is None:

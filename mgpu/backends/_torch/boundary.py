@@ -7,20 +7,26 @@ roots of all devices as outputs. Its backward pass runs the devices' graphs,
 at the same time, and returns the sums over the devices. To everything outside
 of it, this is plain autograd.
 """
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from mgpu.backends._torch import strict
+
 _TOKEN = torch.empty(0)
 
-#: run(thunks): the results of thunks, one for each device
-Runner = Callable[[Sequence[Callable[[], Any]]], list[Any]]
+#: run(thunks): the results of thunks, one for each device. Where they wait
+#: for each other, run(thunks, turn) lets one run at a time, number n inside
+#: of turn(n)
+Runner = Callable[..., list[Any]]
+#: ended(last): a backward pass has ended; `last`: there can be no other
+Ended = Callable[[bool], None]
 
 
 @dataclass
@@ -34,6 +40,8 @@ class DeviceGraph:
     roots : list of Tensor
     names : list of str or None
         Of the roots that forward left in an attribute: its name.
+    connected : bool
+        It is one with those of the other devices, by joint statistics.
     retained : bool
         A part of another graph, which runs later: it is not freed.
     running : bool
@@ -43,6 +51,7 @@ class DeviceGraph:
     leaves: dict[int, torch.Tensor]
     roots: list[torch.Tensor]
     names: list[str | None] = field(default_factory=list)
+    connected: bool = False
     retained: bool = False
     running: bool = False
 
@@ -50,7 +59,7 @@ class DeviceGraph:
 class _Hold:
     """Lives as long as autograd keeps the buffers of a device's graph."""
 
-    def __init__(self, graph: DeviceGraph) -> None:
+    def __init__(self, graph: Any) -> None:
         self.graph = graph
 
 
@@ -74,25 +83,26 @@ class Joint:
 
     Parameters
     ----------
-    run : Runner
+    run : callable
+        ``run(devices, thunks)``: the results of thunks, one for each of the
+        devices with these numbers.
     one_call : bool
         Run all devices in one call of autograd: on GPUs, where autograd has a
         thread for each device and threads of ours would wait for it.
-    connected : bool
-        The devices' graphs are one, by joint statistics: one call too.
     locked : callable
         Gives a block in which no pass writes to the devices' copies.
     """
 
-    def __init__(self, run: Runner, one_call: bool, connected: bool,
+    def __init__(self, run: Callable[[Sequence[int], Sequence[Any]],
+                                     list[Any]], one_call: bool,
                  locked: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.run, self.one_call = run, one_call or connected
-        self.connected, self.locked = connected, locked
+        self.run, self.one_call, self.locked = run, one_call, locked
 
     def connect(self, graphs: Mapping[int, DeviceGraph],
-                sources: Sequence[torch.Tensor]
+                sources: Sequence[torch.Tensor], ended: Ended | None = None
                 ) -> dict[int, Iterator[torch.Tensor]]:
-        """The roots of all devices as outputs of one node over `sources`."""
+        """The roots of all devices as outputs of one node over `sources`;
+        `ended` is called behind each of its backward passes."""
         holds = {i: _Hold(graph) for i, graph in graphs.items()
                  if graph.roots}
         found: dict[int, Iterator[torch.Tensor]] = {
@@ -100,7 +110,7 @@ class Joint:
         if not holds:
             return found
         ready: dict[int, _Hold | DeviceGraph] = {}
-        joined = _Boundary.apply(self, holds, ready, *sources)
+        joined = _Boundary.apply(self, holds, ready, ended, *sources)
         at = 0
         for i in list(holds):
             # autograd alone keeps the hold: once it drops it, nobody asks
@@ -130,14 +140,15 @@ class Joint:
         for graph, *_ in work.values():
             graph.running = True
         try:
-            if self.one_call:
+            if self.one_call or any(g.connected for g, *_ in work.values()):
                 pairs = [pair for graph, heads, _ in work.values()
                          for pair in _pairs(graph, heads)]
                 torch.autograd.backward(
                     [r for r, _ in pairs], [h for _, h in pairs],
                     retain_graph=any(keep for *_, keep in work.values()))
             else:
-                self.run([functools.partial(thunk, i) for i in work])
+                self.run(list(work), [partial(thunk, i)
+                                      for i in work])
             totals: list[torch.Tensor | None] = [None] * len(sources)
             for graph, *_ in work.values():
                 for n, leaf in graph.leaves.items():
@@ -160,7 +171,7 @@ class Joint:
         RuntimeError
             Graphs that are connected.
         """
-        if self.connected:
+        if any(graph.connected for graph, *_ in work.values()):
             raise RuntimeError("batch_norm='sync' has no second derivatives. "
                                "Use batch_norm='per_device'.")
         inputs = Sources(sources)
@@ -180,8 +191,8 @@ class Joint:
             return torch.autograd.grad(
                 [r for r, _ in pairs], list(work[i][0].leaves.values()),
                 [h for _, h in pairs], create_graph=True, allow_unused=True)
-        found = dict(zip(work, self.run([functools.partial(thunk, i)
-                                         for i in work]), strict=True))
+        found = dict(zip(work, self.run(list(work), [
+            partial(thunk, i) for i in work]), strict=True))
         outer = self.connect({i: DeviceGraph(
             leaves[i], [g for g in found[i]
                         if g is not None and g.requires_grad], retained=True)
@@ -200,9 +211,11 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, joint: Joint, holds: Mapping[int, _Hold],
-                ready: dict[int, Any], *sources: torch.Tensor) -> Any:
+                ready: dict[int, Any], ended: Ended | None,
+                *sources: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.joint, ctx.ready, ctx.sources = joint, ready, sources
+        ctx.ended = ended
         ctx.holds = {i: weakref.ref(hold) for i, hold in holds.items()}
         ctx.counts = {i: len(h.graph.roots) for i, h in holds.items()}
         return tuple(root.detach() for hold in holds.values()
@@ -223,10 +236,19 @@ class _Boundary(torch.autograd.Function):
             else ctx.joint.sums
         with ctx.joint.locked():
             totals = run(work, ctx.sources)
+            if ctx.ended is not None:
+                last = all(hold() is None for hold in ctx.holds.values())
+                ctx.ended(last)
+                if last:
+                    ctx.ended = None
         for source, total in zip(ctx.sources, totals, strict=True):
             if total is None and source._backward_hooks:
-                _skip_none(source._backward_hooks)
-        return None, None, None, *totals
+                _during_pass(source._backward_hooks, lambda hook: lambda g:
+                             None if g is None else hook(g))
+            if total is None and source._post_accumulate_grad_hooks:
+                _during_pass(source._post_accumulate_grad_hooks, partial(
+                    _if_new, *_gradient_of(source)))
+        return None, None, None, None, *totals
 
 
 class _Keep(torch.autograd.Function):
@@ -259,6 +281,38 @@ class _Keep(torch.autograd.Function):
         return None, None, *heads
 
 
+def told(roots: Sequence[torch.Tensor], ended: Ended
+         ) -> Iterator[torch.Tensor]:
+    """`roots`, which no leaf is among; `ended` is called behind each backward
+    pass of them."""
+    if not roots:
+        return iter(())
+    hold = _Hold(None)
+
+    def pack(_: Any, hold: _Hold = hold) -> _Hold:
+        return hold
+    with saved_tensors_hooks(pack, lambda hold: _TOKEN):
+        return iter(_Telling.apply(ended, weakref.ref(hold), *roots))
+
+
+class _Telling(torch.autograd.Function):
+    """Roots -> the same."""
+
+    @staticmethod
+    def forward(ctx: Any, ended: Ended, hold: "weakref.ref[_Hold]",
+                *roots: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.ended, ctx.hold = ended, hold
+        ctx.save_for_backward(_TOKEN)
+        return tuple(root.detach() for root in roots)
+
+    @staticmethod
+    def backward(ctx: Any, *heads: Any) -> Any:
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: ctx.ended(ctx.hold() is None))
+        return None, None, *heads
+
+
 class Alias(torch.autograd.Function):
     """The same memory as a tensor that is neither a leaf nor a view: a
     forward pass may write to it in place."""
@@ -284,7 +338,7 @@ def _plus(total: torch.Tensor | None, g: torch.Tensor | None,
     gradients of leaves may be views of one another."""
     if g is None:
         return total
-    g = g.to(source.device)
+    g = strict.moved(g, source)
     if total is None:
         return g
     return g + total if total.is_sparse and not g.is_sparse else total + g
@@ -307,12 +361,12 @@ def _check_attributes(work: Mapping[int, tuple[DeviceGraph, Any, bool]],
                 "forward.")
 
 
-def _skip_none(hooks: dict[int, Any]) -> None:
-    """Call `hooks` with no None in this backward pass: torch calls none of a
-    tensor without a gradient, but those of a node's inputs."""
+def _during_pass(hooks: dict[int, Any], change: Callable[[Any], Any]) -> None:
+    """Put ``change(hook)`` in the place of each of `hooks` for the rest of
+    this backward pass: of a node's inputs, torch calls those of a tensor
+    that no gradient has reached too."""
     before = dict(hooks)
-    for key, hook in before.items():
-        hooks[key] = lambda g, hook=hook: None if g is None else hook(g)
+    hooks.update({key: change(hook) for key, hook in before.items()})
     during = dict(hooks)
 
     def restore() -> None:
@@ -320,3 +374,16 @@ def _skip_none(hooks: dict[int, Any]) -> None:
             if hooks.get(key) is during[key]:
                 hooks[key] = hook
     torch.autograd.Variable._execution_engine.queue_callback(restore)
+
+
+def _gradient_of(x: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    return x.grad, 0 if x.grad is None else x.grad._version
+
+
+def _if_new(grad: torch.Tensor | None, version: int, hook: Any) -> Any:
+    """`hook`, which is called if the gradient is not as it was."""
+    def called(x: torch.Tensor) -> None:
+        now, count = _gradient_of(x)
+        if now is not grad or count != version:
+            hook(x)
+    return called

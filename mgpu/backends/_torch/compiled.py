@@ -1,4 +1,4 @@
-"""Compiled replicas: `torch.compile` under mgpu's threads and streams."""
+"""Compiled networks: `torch.compile` under mgpu's threads and streams."""
 import contextlib
 import inspect
 import itertools
@@ -6,28 +6,38 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch._functorch import config as functorch
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 
 from mgpu.backends._torch.arithmetic import draw_mask, mask_shape
 
-if TYPE_CHECKING:
-    from mgpu.backends._torch.replica import TorchReplica
-
 _numbers = itertools.count()
-_by_number: "weakref.WeakValueDictionary[int, TorchReplica]" = \
+_by_number: "weakref.WeakValueDictionary[int, Any]" = \
     weakref.WeakValueDictionary()
+#: the buffer of a compiled network that says whose pass it is
+TICKET = "mgpu_ticket"
 
 
-def ticket_for(replica: "TorchReplica") -> torch.Tensor:
-    """A tensor that represents `replica` in compiled code: (the number of the
-    replica, the number of masks that compiled code has drawn for it)."""
-    number = next(_numbers)
-    _by_number[number] = replica
-    return torch.tensor([number, 0])
+class Ticket:
+    """Represents a device in compiled code.
+
+    Attributes
+    ----------
+    generator : callable
+        Gives the random stream of the device.
+    tensor : Tensor
+        (the number of the device, how many masks compiled code has drawn).
+    """
+
+    def __init__(self, generator: Callable[[], torch.Generator]) -> None:
+        number = next(_numbers)
+        self.generator, self.tensor = generator, torch.tensor([number, 0])
+        _by_number[number] = self
 
 
 class _Compiling:
@@ -89,16 +99,85 @@ def threads(count: int) -> Iterator[None]:
 _SHAPES = 32
 
 
-def compile_module(module: nn.Module, cores: int) -> Callable[..., Any]:
-    """`module` as a compiled function, for that number of cores."""
-    def run(*inputs: Any, **named: Any) -> Any:
-        return module(*inputs, **named)
-    # Torch counts compilations by source code, which replicas share.
-    return torch.compile(
-        run, dynamic=False, isolate_recompiles=True, recompile_limit=_SHAPES,
-        # fallback_random: torch's own random streams, which replicas use in
-        # turn (`TorchReplica`)
-        options={"cpp.threads": cores, "fallback_random": True})
+class Compiled:
+    """A network as one compiled function of parameters, buffers and inputs:
+    all devices share its graphs.
+
+    Parameters
+    ----------
+    cores : int
+        That the code is made for.
+    """
+
+    def __init__(self, cores: int) -> None:
+        self._cores = cores
+        #: by the modes of the modules: a copy of the network, and its
+        #: function
+        self._known: dict[Any, tuple[nn.Module, Callable[..., Any]]] = {}
+        self._called: set[Any] = set()      # calls that compile nothing
+        #: the network that was compiled last, and the tensors of its pass. It
+        #: has none itself: code for one that is given its own tensors is not
+        #: that for others.
+        self._first: tuple[nn.Module | None, dict[str, Any]] = None, {}
+
+    def refresh(self, key: Any, net: nn.Module) -> None:
+        """`net`, a copy with the modes of `key`, has the attributes that the
+        passes to come are to see."""
+        if key not in self._known:
+            self._first = net, _tensors(net)
+            for module in net.modules():
+                for table in ("_parameters", "_buffers"):
+                    vars(module)[table] = {
+                        name: x if x is None else _without_memory(x)
+                        for name, x in vars(module)[table].items()}
+            net.register_buffer(TICKET, torch.zeros(2, dtype=torch.int64))
+            self._known[key] = net, self._compile(net)
+            return
+        for own, new in zip(self._known[key][0].modules(), net.modules(),
+                            strict=True):
+            vars(own).update({
+                name: x for name, x in vars(new).items() if name not in (
+                    "forward", "_parameters", "_buffers", "_modules")})
+
+    def _compile(self, net: nn.Module) -> Callable[..., Any]:
+        def run(tensors: dict[str, Any], args: Any, kwargs: Any) -> Any:
+            return functional_call(net, tensors, args, kwargs,
+                                   tie_weights=False)
+        return torch.compile(
+            run, dynamic=False, fullgraph=True, isolate_recompiles=True,
+            recompile_limit=_SHAPES,
+            # fallback_random: torch's own random streams
+            options={"cpp.threads": self._cores, "fallback_random": True})
+
+    def __call__(self, key: Any, ticket: Ticket, net: nn.Module, args: Any,
+                 kwargs: Any) -> Any:
+        """``net(*args, **kwargs)`` of a copy `net`."""
+        first, tensors = self._first
+        if net is first:
+            self._first = None, {}
+        else:
+            tensors = _tensors(net)
+        tensors[TICKET] = ticket.tensor     # last for all devices
+        call = (key, torch.is_grad_enabled(), *(
+            (x.shape, x.stride(), x.dtype, x.requires_grad)
+            if isinstance(x, torch.Tensor) else repr(x)
+            for x in tree_leaves((args, kwargs))), *kwargs)
+        with compiling(exclusive=call not in self._called), \
+                threads(self._cores):
+            result = self._known[key][1](tensors, args, kwargs)
+        self._called.add(call)
+        return result
+
+
+def _tensors(net: nn.Module) -> dict[str, Any]:
+    return {**dict(net.named_parameters(remove_duplicate=False)),
+            **dict(net.named_buffers(remove_duplicate=False))}
+
+
+def _without_memory(x: torch.Tensor) -> torch.Tensor:
+    empty = x.detach().to("meta")
+    return nn.Parameter(empty, x.requires_grad) \
+        if isinstance(x, nn.Parameter) else empty
 
 
 @cache
@@ -113,7 +192,7 @@ def define_mask() -> None:
                      ticket: torch.Tensor) -> torch.Tensor:
         ticket[1] += 1
         return draw_mask(x, leading, keep,
-                         _by_number[int(ticket[0])].own_generator())
+                         _by_number[int(ticket[0])].generator())
 
     @dropout_mask.register_fake
     def _(x, leading, keep, ticket):

@@ -10,21 +10,25 @@ import functools
 import random
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from mgpu.backends import containers
-from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Joint, Runner,
-                                           Sources)
-from mgpu.backends._torch.graph import leaves_of
-from mgpu.backends._torch.sync_batch_norm import Mean, synchronize
-from mgpu.backends._torch.tree import Tree, plain_network, redirect, version
+from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Ended, Joint,
+                                           Runner, Sources, told)
+from mgpu.backends._torch.graph import read
+from mgpu.backends._torch.streams import Draws, Queue, watch
+from mgpu.backends._torch.tree import (TABLES, Contents, Tree, made_more,
+                                       plain_network, redirect, version)
 from mgpu.backends._workers import inside_worker
+from mgpu.backends.containers import Batch, Call, Probed
 
 _MISSING = object()
 
@@ -37,7 +41,7 @@ class _Held(NamedTuple):
     """
 
     original: Any
-    version: int
+    version: Any
     value: Any
     size: int | None = None
 
@@ -48,30 +52,11 @@ class _Copy(NamedTuple):
     net: nn.Module
     leaves: dict[int, torch.Tensor]
     originals: dict[int, Any]       # id of a copy -> the network's own
-    attributes: dict[int, dict[str, Any]]       # before the pass
-    buffers: dict[int, dict[str, Any]]
     modules: dict[int, nn.Module]   # id of the network's own -> the copy
-    written: dict[int, tuple[torch.Tensor, int]]    # leaf, its version
+    contents: Contents              # before the pass
+    arrays: dict[int, torch.Tensor]     # id of the network's own -> the copy
+    stamps: list[tuple[int, int]]   # of these
     alive: list[Any]
-
-
-class Batch(NamedTuple):
-    """What the devices' calls are parts of.
-
-    Attributes
-    ----------
-    bounds : list of (start, stop)
-        The examples of each device.
-    join : callable
-        ``join(values, name, place)``: an attribute's values on the devices,
-        joined like an output. ValueError where they cannot be.
-    split_like : callable
-        See `BatchSplit.split_like`.
-    """
-
-    bounds: list[tuple[int, int]]
-    join: Callable[[list[Any], str, tuple[int, str]], Any]
-    split_like: Callable[..., Any]
 
 
 class _Changes(NamedTuple):
@@ -79,6 +64,12 @@ class _Changes(NamedTuple):
 
     attributes: list[tuple[nn.Module, str, Any]]
     buffers: list[tuple[nn.Module, str, Any]]
+
+
+def _stamps(arrays: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """What in-place writes change, and other memory."""
+    return [(0 if x.is_inference() else x._version, x.data_ptr())
+            for x in arrays]
 
 
 def is_tensor(x: Any) -> bool:
@@ -94,6 +85,58 @@ def on_one_device() -> bool:
             or torch.jit.is_tracing())
 
 
+class Meaning:
+    """What a pass on a device has besides the network's own forward. Here:
+    nothing; the framework's own meaning."""
+
+    #: the mode of the pass that has begun: those of one mode draw random
+    #: numbers alike
+    mode: Any = None
+    #: in a pass of devices that run at the same time
+    queue: Queue | None = None
+
+    @property
+    def compiles(self) -> bool:
+        """Whether this pass runs compiled code."""
+        return False
+
+    @property
+    def own_statistics(self) -> bool:
+        """Whether each device has running statistics of its own."""
+        return False
+
+    def begin(self, active: Sequence[int], tree: Tree) -> Runner | None:
+        """A pass of these devices begins. Returns how they are run where they
+        wait for each other."""
+        return None
+
+    def dresses(self) -> bool:
+        """Whether `dress` changes something in this pass."""
+        return False
+
+    def dress(self, i: int, net: nn.Module, layers: Sequence[nn.Module]
+              ) -> None:
+        """Change the copy of device `i` before its pass. `layers`: the copies
+        of the network's modules, in their order."""
+
+    def call(self, i: int, net: nn.Module, args: Any, kwargs: Any) -> Any:
+        """``net(*args, **kwargs)``, in the thread of device `i`."""
+        return net(*args, **kwargs)
+
+    def turn(self, i: int) -> contextlib.AbstractContextManager[
+            Callable[[], bool]]:
+        """A block for device `i` while no other device runs; gives a function
+        that tells afterwards whether it has drawn random numbers."""
+        return _watched_streams()
+
+    def probing(self, i: int) -> contextlib.AbstractContextManager[Any]:
+        """A block for a pass of device `i` that nothing sees."""
+        return contextlib.nullcontext()
+
+    def allocated(self, i: int, arrays: Sequence[torch.Tensor]) -> None:
+        """`arrays` are new on device `i`."""
+
+
 class DeviceCopies:
     """Runs a network on several devices.
 
@@ -105,48 +148,50 @@ class DeviceCopies:
         The first one is the network's.
     run : Runner
         Calls thunks, number i for device i, and waits for all of them.
-    synchronize : callable, optional
-        ``synchronize(active)`` gives, for one pass, the joint means of
-        `sync_batch_norm.synchronize` and a Runner whose thunks may wait for
-        each other.
+    meaning : Meaning, optional
     """
 
     def __init__(self, net: nn.Module, devices: Sequence[torch.device],
-                 run: Runner, synchronize: Callable[[Sequence[int]], tuple[
-                     Mean, Runner]] | None = None) -> None:
+                 run: Runner, meaning: Meaning | None = None) -> None:
         self.net, self.devices = plain_network(net), list(devices)
-        self._run, self._synchronize = run, synchronize
+        self._run, self._meaning = run, meaning or Meaning()
+        self._number: int | None = None     # of the device of a `probe`
         self._lock = threading.RLock()
         self._arrays: list[dict[int, _Held]] = [{} for _ in devices]
+        #: running statistics that are a device's own
+        self._own: list[dict[int, _Held]] = [{} for _ in devices]
         self._attributes: list[dict[tuple[int, str], _Held]] = [
             {} for _ in devices]
         self._draws: dict[Any, bool] = {}
+        self._draws_backward: bool | None = None    # not known yet
+        self._compiled = False      # the network of the last pass
+        self._by_chance = False     # which device drew what, in the last pass
         self._checked: Any = None
+        self._tree: Tree | None = None      # of the last pass
         #: leaves of the last pass, and its graph: not kept alive here
         self._last: list[tuple[list[Any], weakref.ref[DeviceGraph]]] = []
         self._joint = Joint(
             self._backward, any(d.type != "cpu" for d in devices),
-            synchronize is not None, lambda: self._lock)
+            lambda: self._lock)
 
     def takes_one_device(self) -> bool:
         """Whether the network itself must be called: the caller allows one
         device only, or parameters wait for a first batch."""
         return on_one_device() or any(map(is_lazy, self.net.parameters()))
 
-    def run(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
-            batch: Batch) -> list[Any]:
-        """Call the network on two devices or more.
+    def run(self, calls: Mapping[int, Call], batch: Batch) -> dict[int, Any]:
+        """Call the network on devices.
 
         Parameters
         ----------
-        calls : list of (args, kwargs)
-            Number i is for device i.
+        calls : mapping of int -> (args, kwargs)
+            By the number of the device.
         batch : Batch
             What the calls are parts of.
 
         Returns
         -------
-        list
+        dict
             What forward returns on each device. The tensors are connected
             with the network's own parameters: their backward pass adds the
             sum over the devices to ``.grad``.
@@ -158,26 +203,34 @@ class DeviceCopies:
             leaves a tensor outside of the network that a loss then uses.
         """
         with self._lock:
-            return list(self._pass(dict(enumerate(calls)), batch).values())
+            return self._pass(dict(calls), batch)
 
-    def probe(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """(what forward returns for `call` on the last device, the copies of
-        all modules by id), or None where it raises. It runs without
-        gradients, and nothing that it sets in the network or draws from
-        torch's streams stays."""
-        spare = DeviceCopies(self.net, self.devices[:1] + self.devices[-1:],
-                             self._run)
-        with self._lock, torch.random.fork_rng(), torch.no_grad():
+    def probe(self, call: Call, device: int) -> Probed | None:
+        """See `mgpu.backends.base.Network.probe`."""
+        spare = DeviceCopies(self.net, [self.devices[0],
+                                        self.devices[device]], self._run,
+                             meaning=self._meaning)
+        spare._number = device
+        with self._lock, torch.random.fork_rng(), torch.no_grad(), \
+                self._meaning.probing(device):
             spare._attributes[1] = {
-                key: one._replace(value=_clone(one.value, self.devices[-1],
-                                               {}))
-                for key, one in self._attributes[-1].items()}
-            made = spare._copy(1, Tree(self.net), Sources(), None)
+                key: one._replace(value=_clone(one.value,
+                                               self.devices[device], {}))
+                for key, one in self._attributes[device].items()}
+            made = spare._copy(1, self._read(), Sources(), None)
+            for module in made.modules.values():
+                for table in ("_forward_hooks", "_forward_pre_hooks"):
+                    vars(module)[table] = OrderedDict(
+                        (key, hook) for key, hook in
+                        vars(module)[table].items()     # weight_norm has one
+                        if _module_of(hook).startswith("torch."))
             args, kwargs = call
             try:
-                return made.net(*args, **kwargs), made.modules
+                output = self._meaning.call(device, made.net, args, kwargs)
             except Exception:
                 return None
+            return Probed(output, lambda place: vars(
+                made.modules[place[0]]).get(place[1]))
 
     def alone(self, args: Any, kwargs: Any) -> Any:
         """What a deep copy of the network returns on one device, without
@@ -192,26 +245,39 @@ class DeviceCopies:
 
     # -- copies ---------------------------------------------------------------
 
-    def _overwrite(self, i: int, arrays: Sequence[torch.Tensor]
-                   ) -> dict[int, Any]:
-        """Device i's copies of `arrays`, by id, with their values."""
-        old, new = self._arrays[i], {}
+    def _read(self) -> Tree:
+        """The network's modules and arrays as they are now."""
+        tree, self._tree = self._tree, None
+        if tree is None or not tree.is_current():
+            tree = None         # what only it keeps alive is not read again
+            tree = Tree(self.net)
+        if not tree.has_graphs():
+            self._tree = tree
+        return tree
+
+    def _overwrite(self, i: int, arrays: Sequence[torch.Tensor],
+                   some: bool = False) -> dict[int, Any]:
+        """Device i's copies of `arrays`, by id, with their values. `some`:
+        they are not all that the network has."""
+        old, new, made = self._arrays[i], {}, []
         same: tuple[list[Any], list[Any]] = [], []
         written: tuple[list[Any], list[Any]] = [], []
         for x in arrays:
-            held, source = old.get(id(x)), x.detach()
+            held, source, now = old.get(id(x)), x.detach(), version(x)
             if held is None or held.original is not x \
                     or held.value.shape != x.shape \
                     or held.value.dtype != x.dtype \
                     or held.value.stride() != x.stride():
-                held = _Held(x, version(x), source.to(self.devices[i],
-                                                      copy=True))
+                held = _Held(x, now, source.to(self.devices[i], copy=True))
+                made.append(held.value)
             else:
-                pair = same if held.version == version(x) \
+                pair = same if held.version == now \
                     and not x.is_inference() else written
                 pair[0].append(held.value)
                 pair[1].append(source)
-            new[id(x)] = held._replace(version=version(x))
+                if pair is written:
+                    held = _Held(x, now, held.value)
+            new[id(x)] = held
         if written[0]:
             # Graphs that need the earlier values: torch raises in backward.
             torch._foreach_copy_(*written, non_blocking=True)
@@ -219,21 +285,54 @@ class DeviceCopies:
             with torch.autograd._unsafe_preserve_version_counter(
                     tuple(same[0])):
                 torch._foreach_copy_(*same, non_blocking=True)
-        self._arrays[i] = new
+        self._meaning.allocated(
+            i if self._number is None else self._number, made)
+        self._arrays[i] = {**old, **new} if some else new
         return {key: held.value for key, held in new.items()}
+
+    def arrays(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """`x`, an array of the network, then each other device's copy: see
+        `mgpu.backends.base.Network.arrays`."""
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            found = [x]
+            for i in range(1, len(self.devices)):
+                own = self._own[i].get(id(x))
+                found.append(
+                    own.value if own is not None and _is_valid(own, x, None)
+                    else self._overwrite(i, [x], True)[id(x)])
+            return found
+
+    def keep_statistics(self, x: torch.Tensor, values: Sequence[torch.Tensor]
+                        ) -> None:
+        """``values[i]`` is device i's own running statistic from now on, in
+        the place of the network's `x`."""
+        for i in range(1, len(self.devices)):
+            self._own[i][id(x)] = _Held(x, version(x), values[i])
+
+    def forget_statistics(self, x: torch.Tensor) -> None:
+        """All devices follow the network's `x` again."""
+        for own in self._own:
+            own.pop(id(x), None)
 
     def _values(self, i: int, tree: Tree) -> dict[int, torch.Tensor]:
         """Device i's values of the network's arrays, by id."""
         if i == 0:
             return {key: x.detach() if x.requires_grad else x
                     for key, x in tree.arrays.items()}
-        return self._overwrite(i, list(tree.arrays.values()))
+        own = {}
+        if self._meaning.own_statistics:
+            own = {key: one.value for key, one in self._own[i].items()
+                   if key in tree.arrays
+                   and _is_valid(one, tree.arrays[key], None)}
+        return {**self._overwrite(i, [x for key, x in tree.arrays.items()
+                                      if key not in own]), **own}
 
     def _copy(self, i: int, tree: Tree, sources: Sources,
-              batch: Batch | None) -> _Copy:
-        memo: dict[int, Any] = {}
+              batch: Batch | None, plain: bool = False) -> _Copy:
+        """`plain`: its arrays are the network's own."""
+        memo: dict[int, Any] = dict(tree.arrays) if plain else {}
         leaves, originals = {}, {}
-        for key, value in self._values(i, tree).items():
+        for key, value in () if plain else self._values(i, tree).items():
             x = tree.arrays[key]
             if isinstance(x, nn.Parameter):
                 value = torch.Tensor._make_subclass(type(x), value,
@@ -247,29 +346,37 @@ class DeviceCopies:
             if value is not x:
                 originals[id(value)] = x
         alive = list(memo.values())
-        modules = {}
-        for module in tree.modules:
-            copy = modules[id(module)] = memo[id(module)] = object.__new__(
-                type(module))
-            originals[id(copy)] = module
+        copies = [object.__new__(type(module)) for module in tree.modules]
+        modules = dict(zip(map(id, tree.modules), copies))
+        memo.update(modules)
+        originals.update(zip(map(id, copies), tree.modules))
         for module in tree.modules:     # compiled: the module itself
             if type(module).__name__ == "OptimizedModule":
                 memo[id(module)] = memo[id(module._orig_mod)]
         clones: dict[int, Any] = {}
         held: dict[tuple[int, str], _Held] = {}
-        attributes, buffers = {}, {}
+        spare: dict[tuple[int, str], _Held] = {}
+        more: dict[int, list[str]] = {}     # that forward has set
+        for key, name in self._attributes[i]:
+            more.setdefault(key, []).append(name)
         for module in tree.modules:
-            own = dict(module.__dict__)
-            for name in ("_parameters", "_buffers", "_modules"):
-                own[name] = {key: memo.get(id(x))
-                             for key, x in own[name].items()}
+            own, key = module.__dict__.copy(), id(module)
+            for name in TABLES:
+                own[name] = {name: memo.get(id(x))
+                             for name, x in own[name].items()}
             own.pop("_compiled_call_impl", None)
-            for name in self._names(i, module, tree):
+            for name in dict.fromkeys([
+                    *(tree.values[key] if i else ()), *tree.references[key],
+                    *more.get(key, ())]):
                 if name not in module.__dict__:
                     continue
                 x, place = module.__dict__[name], (id(module), name)
                 one = self._attributes[i].get(place)
-                if one is not None and not _is_valid(one, x, batch):
+                if one is not None and one.size is None and tree.shares(x):
+                    one = None      # a view of a parameter, uncounted
+                elif one is not None and not _is_valid(one, x, batch):
+                    if _is_valid(one, x, None):     # of another batch size
+                        spare[place] = one
                     one = _part(one, x, i, self.devices[i], batch)
                 if one is None and i and name in tree.values[id(module)]:
                     one = _Held(x, version(x), _clone(x, self.devices[i],
@@ -279,66 +386,42 @@ class DeviceCopies:
                 x = containers.replace(x, is_tensor, functools.partial(
                     _entered, sources, leaves, memo))
                 own[name] = redirect(x, memo)
-            object.__setattr__(modules[id(module)], "__dict__", own)
-            attributes[id(module)] = dict(own)
-            buffers[id(module)] = dict(own["_buffers"])
-        self._attributes[i] = held
-        written = {key: (memo[key], memo[key]._version)
-                   for key, x in tree.arrays.items()
-                   if isinstance(x, nn.Parameter)}
-        return _Copy(modules[id(self.net)], leaves, originals, attributes,
-                     buffers, modules, written, alive)
-
-    def _names(self, i: int, module: nn.Module, tree: Tree) -> list[str]:
-        """Attributes that a copy does not share with the network."""
-        return list(dict.fromkeys([
-            *(tree.values[id(module)] if i else ()),
-            *tree.references[id(module)],
-            *(name for key, name in self._attributes[i]
-              if key == id(module))]))
+            object.__setattr__(modules[key], "__dict__", own)
+        self._meaning.dress(i if self._number is None else self._number,
+                            copies[0], copies[:len(tree.paths)])
+        self._attributes[i] = {**held, **spare}
+        arrays = {} if plain else {key: memo[key] for key in tree.arrays}
+        return _Copy(
+            copies[0], leaves, originals, modules,
+            Contents(copies), arrays, _stamps(arrays.values()), alive)
 
     # -- what forward sets ----------------------------------------------------
 
-    def _changes(self, tree: Tree, copy: _Copy) -> _Changes:
-        found = _Changes([], [])
-        for key, (leaf, count) in copy.written.items():
-            if leaf._version != count:
+    def _check_parameters(self, tree: Tree, copy: _Copy) -> None:
+        """Refuse a forward that has written to a parameter."""
+        stamps = _stamps(copy.arrays.values())
+        for key, old, new in zip(copy.arrays, copy.stamps, stamps) \
+                if stamps != copy.stamps else ():
+            if isinstance(tree.arrays[key], nn.Parameter) and new != old:
                 name = next((name for name, p in self.net.named_parameters()
                              if id(p) == key), "that an attribute has")
                 raise RuntimeError(
                     f"forward writes to the parameter {name}, as "
                     "nn.Embedding(max_norm=) does: each device would write "
                     "for its own examples. Write to it outside of forward.")
-        for module in tree.modules:
-            before = copy.attributes[id(module)]
-            after = copy.modules[id(module)].__dict__
-            if any(len(after[name]) != len(vars(module)[name])
-                   for name in ("_modules", "_parameters")):
-                raise RuntimeError(
-                    f"forward of {type(module).__name__} made a layer or a "
-                    "parameter. Call the network once before it runs on "
-                    "several devices.")
-            found.attributes.extend(
-                (module, name, redirect(x, copy.originals))
-                for name, x in after.items()
-                if before.get(name, _MISSING) is not x)
-            found.attributes.extend((module, name, _MISSING)
-                                    for name in before if name not in after)
-            found.buffers.extend(
-                (module, name, x) for name, x in after["_buffers"].items()
-                if copy.buffers[id(module)].get(name, _MISSING) is not x)
-        return found
 
     def _commit(self, changes: dict[int, _Changes], batch: Batch) -> None:
         """Set what forward has set: attributes joined like outputs, else
         device 0's. Each device goes on with its own."""
         own = {i: {(id(module), name): x for module, name, x in c.attributes}
                for i, c in changes.items()}
-        for module, name, x in changes.get(0, _Changes([], [])).attributes:
+        first = min(changes)
+        for module, name, x in changes[first].attributes:
             place = id(module), name
             values = [found.get(place, _MISSING) for found in own.values()]
             shown, size = x, None
             if not any(v is _MISSING for v in values) \
+                    and len(self.devices) > 1 \
                     and containers.arrays_in(x, is_tensor):
                 with contextlib.suppress(ValueError):
                     shown = batch.join(
@@ -349,22 +432,50 @@ class DeviceCopies:
             else:
                 module.__dict__[name] = shown
             if size is not None:
-                self._attributes[0][place] = _Held(shown, 0, x, size)
+                self._attributes[first][place] = _Held(shown, 0, x, size)
             for i in own:
-                if i and place in own[i] and own[i][place] is not _MISSING:
+                if i and place in own[i] and own[i][place] is not _MISSING \
+                        and (i != first or size is None):
                     self._attributes[i][place] = _Held(
                         module.__dict__.get(name), 0, own[i][place], size)
-        for module, name, x in changes.get(0, _Changes([], [])).buffers:
+        for module, name, x in changes[first].buffers:
             vars(module)["_buffers"][name] = x
-        for i, c in changes.items():    # what device 0 has not set
+        for i, c in changes.items():    # what the first has not set
             for module, name, x in c.attributes:
                 if i and x is not _MISSING and (id(module), name) \
-                        not in own.get(0, {}):
+                        not in own[first]:
                     self._attributes[i][id(module), name] = _Held(
                         module.__dict__.get(name), 0, x)
+        for i in range(1, len(self._attributes)):   # without examples
+            if i not in changes:
+                self._attributes[i] = {
+                    key: one for key, one in self._attributes[i].items()
+                    if one.version == version(one.original)}
         for held in self._attributes:   # written in place on device 0
             for key, one in held.items():
                 held[key] = one._replace(version=version(one.original))
+
+    def _commit_buffers(self, tree: Tree, copies: dict[int, _Copy]) -> None:
+        """Buffers that the first device has written are the network's."""
+        first = min(copies)
+        if first:
+            values = copies[first].arrays.values()
+            for x, value, old, new in zip(
+                    tree.arrays.values(), values, copies[first].stamps,
+                    _stamps(values), strict=True):
+                if new != old and value.shape == x.shape \
+                        and not isinstance(x, nn.Parameter):
+                    x.copy_(value)
+        if not self._meaning.own_statistics:
+            return
+        for i in range(1, len(self.devices)):
+            for x in tree.statistics:
+                if i in copies:
+                    self._own[i][id(x)] = _Held(
+                        x, version(x), copies[i].arrays[id(x)])
+                    self._arrays[i].pop(id(x), None)
+                else:
+                    self._own[i].pop(id(x), None)
 
     # -- passes ---------------------------------------------------------------
 
@@ -373,11 +484,23 @@ class DeviceCopies:
         self._check_last()
         recorded = torch.is_grad_enabled() \
             and not torch.is_inference_mode_enabled()
+        plain = active == [0]       # no boundary: the network's own leaves
+        tree, sources = self._read(), Sources()
+        together = self._meaning.begin(active, tree)
+        key = tree.key, self._meaning.mode
+        self._compiled = tree.compiled or self._meaning.compiles
+        if len(self.devices) == 1 and together is None \
+                and not tree.compiled and not self._meaning.dresses():
+            (args, kwargs), sizes = calls[0], tree.sizes()
+            results = self._forward({0: functools.partial(
+                self._meaning.call, 0, self.net, args, kwargs)}, key)
+            if tree.sizes() != sizes:
+                raise made_more(self.net)
+            return dict(enumerate(results))
         with torch.inference_mode(False), torch.no_grad():
-            tree, sources = Tree(self.net), Sources()
-            copies = {i: self._copy(i, tree, sources, batch)
+            copies = {i: self._copy(i, tree, sources, batch, plain=plain)
                       for i in active}
-        if recorded:
+        if recorded and not plain:
             for i in active:
                 calls[i] = containers.replace(
                     calls[i], is_tensor, functools.partial(
@@ -385,44 +508,111 @@ class DeviceCopies:
 
         def forward(i: int) -> Any:
             args, kwargs = calls[i]
-            return copies[i].net(*args, **kwargs)
-        thunks = [functools.partial(forward, i) for i in active]
-        if self._synchronize is None or not self.net.training:
-            results = self._forward(thunks, tree.key)
-        else:
-            mean, run = self._synchronize(active)
-            for i in active:
-                synchronize(copies[i].net, i, mean)
-            before = _streams(True)
-            results = run(thunks)
-            if before != _streams(True):
-                raise NotImplementedError(
-                    "DataParallel does not support batch_norm='sync' in a "
-                    "network that draws random numbers in forward. Use "
-                    "mgpu.initialize.")
+            return self._meaning.call(i, copies[i].net, args, kwargs)
+        thunks = {i: functools.partial(forward, i) for i in active}
+        results = self._forward(thunks, key, together)
         outputs = dict(zip(active, results, strict=True))
-        changes = {i: self._changes(tree, copies[i]) for i in active}
+        for made in copies.values():
+            self._check_parameters(tree, made)
+        changes = {i: _changes(tree, copies[i]) for i in active}
         if recorded:
-            self._join(tree, sources, copies, outputs, changes)
+            ended = functools.partial(self._ended, tree, copies, batch,
+                                      self._compiled)
+            if plain:
+                outputs[0] = _told(outputs[0], ended)
+            else:
+                self._join(tree, sources, copies, outputs, changes,
+                           together is not None, ended)
         self._commit(changes, batch)
+        with torch.inference_mode(False), torch.no_grad():
+            self._commit_buffers(tree, copies)
         return outputs
 
-    def _forward(self, thunks: list[Any], key: Any) -> list[Any]:
+    def _forward(self, thunks: dict[int, Any], key: Any,
+                 together: Runner | None = None) -> list[Any]:
         """At the same time, unless the devices draw from one stream: then in
         turn, as the first pass of each structure and mode, which tells."""
-        draws = self._draws.get(key)
-        before = None if draws else _streams(draws is None)
-        results = [thunk() for thunk in thunks] if draws is not False \
-            else self._run(thunks)
-        if not draws:
-            if len(self._draws) > 16:
-                self._draws.clear()
-            self._draws[key] = _streams(draws is None) != before
+        self._by_chance = False
+        if self._draws.get(key) is False:
+            before = _streams(together is not None)
+            queue = self._meaning.queue = Queue()
+            try:
+                results = (together or self._run)([
+                    functools.partial(queue.call, i, thunk)
+                    for i, thunk in thunks.items()])
+            finally:
+                self._meaning.queue = None
+            self._by_chance = _streams(together is not None) != before
+            if self._by_chance or queue.used:
+                self._draws[key] = True     # from now on in turn
+            return results
+        if len(self._draws) > 16:
+            self._draws.clear()
+        results, self._draws[key] = self._in_turn(
+            list(thunks), list(thunks.values()), self._draws.get(key, False),
+            together)
         return results
 
-    def _backward(self, thunks: Sequence[Any]) -> list[Any]:
-        if any(self._draws.values()):
-            return [thunk() for thunk in thunks]
+    def _in_turn(self, devices: Sequence[int], thunks: Sequence[Any],
+                 known: bool, together: Runner | None = None
+                 ) -> tuple[list[Any], bool]:
+        """The results of the devices' thunks, and whether one of them has
+        drawn, or it is `known`. Those that run `together` wait
+        for each other in between."""
+        caches = {i: _Cache() for i in devices}     # which threads share
+        looking = contextlib.nullcontext \
+            if known or together or self._compiled else Draws
+        drawn = []
+
+        @contextlib.contextmanager
+        def turn(i: int) -> Iterator[None]:
+            parametrize._cache = caches[i]
+            with self._meaning.turn(i) as drew, looking() as draws:
+                yield
+            # A forward that seeds the stream may leave it as it was.
+            drawn.append(drew() or draws is not None and draws.found)
+        try:
+            if together is not None:
+                results = together(thunks, lambda n: turn(devices[n]))
+            else:
+                results = []
+                with self._threads_of_devices(len(thunks)):
+                    for i, thunk in zip(devices, thunks, strict=True):
+                        with turn(i):
+                            results.append(thunk())
+        finally:
+            parametrize._cache = {}
+        return results, known or any(drawn) or any(
+            cache.used for cache in caches.values())
+
+    @contextlib.contextmanager
+    def _threads_of_devices(self, count: int) -> Iterator[None]:
+        """Inside the block an operation uses as many threads as in passes of
+        `count` devices at the same time: the same sums, to the bit."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(
+            self._run([torch.get_num_threads] * count)[0])
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def _backward(self, devices: Sequence[int], thunks: Sequence[Any]
+                  ) -> list[Any]:
+        if self._draws_backward is not False or any(self._draws.values()):
+            # In turn, as the first one, which tells.
+            with Draws() if self._by_chance else contextlib.nullcontext() \
+                    as draws:
+                results, self._draws_backward = self._in_turn(
+                    devices, thunks, bool(self._draws_backward))
+            if draws is not None and draws.found:
+                raise RuntimeError(
+                    "the backward pass draws random numbers, as a checkpoint "
+                    "does that computes a forward pass again; but that pass "
+                    "was the first to draw from torch's default stream, and "
+                    "which device drew which numbers was chance. Repeat the "
+                    "step: from now on the devices take turns.")
+            return results
         # Checkpoints set the default stream, and put it back: in K threads.
         state = torch.get_rng_state()
         results = self._run(thunks)
@@ -430,17 +620,11 @@ class DeviceCopies:
         return results
 
     def _join(self, tree: Tree, sources: Sources, copies: dict[int, _Copy],
-              outputs: dict[int, Any], changes: dict[int, _Changes]) -> None:
+              outputs: dict[int, Any], changes: dict[int, _Changes],
+              connected: bool, ended: Ended) -> None:
         """Connect outputs and attributes with the network's own tensors."""
-        graphs = {}
-        for i, output in outputs.items():
-            roots = _recorded(output)
-            names: list[str | None] = [None] * len(roots)
-            for module, name, x in changes[i].attributes:
-                more = _recorded(x)
-                roots += more
-                names += [f"{type(module).__name__}.{name}"] * len(more)
-            graphs[i] = DeviceGraph(copies[i].leaves, roots, names)
+        graphs = {i: DeviceGraph(copies[i].leaves, *_roots(
+            output, changes[i]), connected) for i, output in outputs.items()}
         if self._checked != tree.key:
             self._check_references(graphs, tree)
         inputs = list(sources)
@@ -448,7 +632,7 @@ class DeviceCopies:
             inputs = _reached(graphs, inputs)
         self._last = [(list(graph.leaves.values()), weakref.ref(graph))
                       for graph in graphs.values()]
-        joined = self._joint.connect(graphs, inputs)
+        joined = self._joint.connect(graphs, inputs, ended)
         for i in outputs:
             def take(x: torch.Tensor, i: int = i) -> torch.Tensor:
                 return next(joined[i]) if x.requires_grad else x
@@ -457,6 +641,19 @@ class DeviceCopies:
                 [(module, name, containers.replace(x, is_tensor, take))
                  for module, name, x in changes[i].attributes],
                 changes[i].buffers)
+
+    def _ended(self, tree: Tree, copies: dict[int, _Copy], batch: Batch,
+               compiled: bool, last: bool) -> None:
+        """A backward pass has ended: its hooks may have set attributes.
+        After the `last` one the copies stand for the network itself, but for
+        `compiled` ones, which are used again."""
+        if not all(made.contents.are_same() for made in copies.values()):
+            self._commit({i: _changes(tree, made)
+                          for i, made in copies.items()}, batch)
+        for module in tree.modules if last and not compiled else ():
+            for made in copies.values():
+                object.__setattr__(made.modules[id(module)], "__dict__",
+                                   vars(module))
 
     # -- checks ---------------------------------------------------------------
 
@@ -474,7 +671,7 @@ class DeviceCopies:
                           ) -> None:
         """Refuse a forward that reaches the network's own parameters."""
         last = max(graphs)
-        found = set(map(id, leaves_of(*graphs[last].roots))) if last else ()
+        found = set(map(id, read(graphs[last].roots)[0])) if last else ()
         for name, p in self.net.named_parameters():
             if id(p) in found:
                 raise RuntimeError(
@@ -482,6 +679,30 @@ class DeviceCopies:
                     f"{last}, through a global variable or an object. Use it "
                     "as an attribute of the module.")
         self._checked = tree.key
+
+
+class _Cache(dict[Any, Any]):
+    """Tells whether forward has put something into it."""
+
+    used = False
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.used = True
+        super().__setitem__(key, value)
+
+
+@contextlib.contextmanager
+def _watched_streams() -> Iterator[Callable[[], bool]]:
+    before = _streams(True)
+    watch.turn(True)
+    try:
+        yield lambda: _streams(True) != before
+    finally:
+        watch.turn(False)
+
+
+def _module_of(hook: Any) -> str:
+    return str(getattr(hook, "__module__", type(hook).__module__))
 
 
 def _is_valid(one: _Held, x: Any, batch: Batch | None) -> bool:
@@ -524,7 +745,7 @@ def _reached(graphs: dict[int, DeviceGraph], sources: list[torch.Tensor]
              ) -> list[torch.Tensor]:
     """`sources` without the inputs and attributes that no root depends on:
     a backward pass would run the graphs that they come from."""
-    found = {i: set(map(id, leaves_of(*graph.roots)))
+    found = {i: set(map(id, read(graph.roots)[0]))
              for i, graph in graphs.items()}
     kept = [n for n, x in enumerate(sources) if isinstance(x, nn.Parameter)
             or any(n in graph.leaves and id(graph.leaves[n]) in found[i]
@@ -552,6 +773,50 @@ def _clone(x: Any, device: torch.device, memo: dict[int, Any]) -> Any:
             _clone(value, device, memo) for value in found[1]])
     memo[id(x)] = new
     return new
+
+
+def _changes(tree: Tree, copy: _Copy) -> _Changes:
+    """What has been set in `copy` since the last call."""
+    found = _Changes([], [])
+    if copy.contents.are_same():
+        return found
+    for module, (before, _, buffers, _) in zip(
+            tree.modules, copy.contents.before(), strict=True):
+        after = copy.modules[id(module)].__dict__
+        if any(len(after[name]) != len(vars(module)[name])
+               for name in ("_modules", "_parameters")):
+            raise made_more(module)
+        found.attributes.extend(
+            (module, name, redirect(x, copy.originals))
+            for name, x in after.items()
+            if before.get(name, _MISSING) is not x)
+        found.attributes.extend((module, name, _MISSING)
+                                for name in before if name not in after)
+        found.buffers.extend(
+            (module, name, x) for name, x in after["_buffers"].items()
+            if buffers.get(name, _MISSING) is not x)
+    copy.contents.read()
+    return found
+
+
+def _roots(output: Any, changes: _Changes
+           ) -> tuple[list[torch.Tensor], list[str | None]]:
+    """The tensors of a pass that require a gradient; the names of those in
+    attributes."""
+    roots = _recorded(output)
+    names: list[str | None] = [None] * len(roots)
+    for module, name, x in changes.attributes:
+        more = _recorded(x)
+        roots += more
+        names += [f"{type(module).__name__}.{name}"] * len(more)
+    return roots, names
+
+
+def _told(output: Any, ended: Ended) -> Any:
+    """`output`; `ended` is called behind each backward pass of it."""
+    found = told([x for x in _recorded(output) if not x.is_leaf], ended)
+    return containers.replace(
+        output, is_tensor, lambda x: x if x.is_leaf else next(found))
 
 
 def _streams(others: bool) -> tuple[Any, ...]:

@@ -5,14 +5,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import rnn
 
+from mgpu.backends._torch import strict
 from mgpu.backends._torch.boundary import Runner
-from mgpu.backends._torch.copies import Batch, DeviceCopies
+from mgpu.backends._torch.copies import DeviceCopies
+from mgpu.backends._torch.sync_batch_norm import Synchronized
 from mgpu.backends.wrapper import Wrapper, delegate
 
 
 class Arrays:
-    """See `mgpu.training.examples.Arrays`."""
+    """See `mgpu.data.examples.Arrays`."""
 
     @staticmethod
     def is_array(x: Any) -> bool:
@@ -27,18 +30,34 @@ class Arrays:
         return x.narrow(axis, start, stop - start).to(device, copy=True)
 
     @staticmethod
+    def device(x: Any) -> Any:
+        return None if isinstance(x, np.ndarray) else x.device
+
+    @staticmethod
     def to(x: Any, device: torch.device) -> Any:
         return x if isinstance(x, np.ndarray) else x.to(device)
 
     @staticmethod
     def concat(arrays: Sequence[torch.Tensor], axis: int,
                device: torch.device) -> torch.Tensor:
-        return torch.cat([x.to(device) for x in arrays], axis)
+        first = arrays[0].to(device)
+        return torch.cat([first, *(strict.moved(x, first)
+                                   for x in arrays[1:])], axis)
 
     @staticmethod
     def to_numpy(x: Any) -> np.ndarray:
         return x if isinstance(x, np.ndarray) \
             else x.detach().cpu().double().numpy()
+
+    @staticmethod
+    def sequences(x: Any) -> list[Any] | None:
+        return rnn.unpack_sequence(x) if isinstance(x, rnn.PackedSequence) \
+            else None
+
+    @staticmethod
+    def packed(sequences: Sequence[Any], like: Any) -> Any:
+        return rnn.pack_sequence(list(sequences),
+                                 enforce_sorted=like.sorted_indices is None)
 
 
 class DataParallel(Wrapper, nn.Module):
@@ -62,7 +81,8 @@ class DataParallel(Wrapper, nn.Module):
         self.__dict__.update(
             {name: vars(net)[name] for name in (
                 "_parameters", "_buffers", "_modules")},
-            _copies=DeviceCopies(net, devices, run, synchronize),
+            _copies=DeviceCopies(net, devices, run, synchronize and
+                                 Synchronized(net, synchronize)),
             _split=split, _remake=remake)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,28 +95,17 @@ class DataParallel(Wrapper, nn.Module):
         expected = split.expected(lambda: copies.alone(args, kwargs))
         bounds = split.bounds(size, len(devices))
         calls = split.split(args, kwargs, size, devices, bounds)
-        sizes = [stop - start for start, stop in bounds]
-        mode, probed = (self.training, torch.is_grad_enabled()), list[Any]()
 
-        def probe(place: tuple[int, str] | None = None
-                  ) -> tuple[Any, int] | None:
-            part = split.probe_bounds(bounds)
-            if not probed:
-                call, = split.split(args, kwargs, size,
-                                    copies.devices[-1:], [part])
-                probed.append(copies.probe(call))
-            if probed[0] is None:
-                return None
-            output, modules = probed[0]
-            return output if place is None else vars(modules[place[0]]).get(
-                place[1]), part[1] - part[0]
-
-        def join(values: list[Any], name: str, place: tuple[int, str]) -> Any:
-            return split.join(values, sizes, devices[0], (mode, place),
-                              lambda: probe(place))
-        return split.compared(split.join(
-            copies.run(calls, Batch(bounds, join, split.split_like)), sizes,
-            devices[0], mode, probe), expected)
+        def probe() -> tuple[Any, int]:
+            start, stop = split.probe_bounds(bounds)
+            call, = split.split(args, kwargs, size, copies.devices[-1:],
+                                [(start, stop)])
+            return copies.probe(call, len(devices) - 1), stop - start
+        joining = split.joining(bounds, devices[0], (
+            self.training, torch.is_grad_enabled()), probe)
+        outputs = copies.run(dict(enumerate(calls)), joining.batch())
+        return split.compared(joining.output(list(outputs.values())),
+                              expected)
 
     # -- it is the network, but for forward -----------------------------------
 

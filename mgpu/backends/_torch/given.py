@@ -1,20 +1,14 @@
 """What objects of PyTorch's own are in mgpu's terms."""
-import operator
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.optim import optimizer as torch_optimizer
 
 from mgpu.backends import base
-from mgpu.backends._torch import initial
-from mgpu.backends._torch.leaves import Parts
-from mgpu.backends._torch.names import arrays_of, joined, suffix_of, walk
+from mgpu.backends._torch import initial, own_step
 from mgpu.backends._torch.own_step import FAMILIES
 
 #: by family, the options besides lr and weight_decay, which have the same
@@ -30,183 +24,148 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 _PARAMETERS = ("params", "param_names")
 
 
-class _Refusal:
-    """A hook on an optimiser that a trainer has, as long as there is one."""
-
-    def __init__(self, of: "TorchOptimizer", received: str, cure: str):
-        self._of, self._text = weakref.ref(of), (
-            "an optimiser object that a Trainer has is moved by it, and "
-            f"remembers nothing itself; received its {received}. {cure}")
-
-    def __call__(self, *_: Any) -> None:
-        if self._of() is not None:
-            raise RuntimeError(self._text)
-
-
-class TorchOptimizer(base.GivenOptimizer):
-    """A `torch.optim.Optimizer` of a class of torch's own."""
+class TorchOptimizer(base.OptimizerObject):
+    """A `torch.optim.Optimizer` of any class, one of the user's too."""
 
     semantics = "torch"
     takes_schedule = False
 
     def __init__(self, x: Any, network: base.Network):
-        if type(x) not in FAMILIES:
+        if isinstance(x, torch.optim.LBFGS):
             raise ValueError(
-                "an optimiser object is of a class whose formula mgpu has; "
-                f"received {type(x).__module__}.{type(x).__name__}. Use one "
-                f"of torch.optim.{', '.join(c.__name__ for c in FAMILIES)}, "
-                "or write your rule as a class of mgpu.optimizers.Optimizer.")
+                "a Trainer steps once for each backward pass; received an "
+                "LBFGS, whose step computes the loss several times. Call its "
+                "step(closure): the gradients of replicas.net are sums over "
+                "the devices.")
         if not isinstance(network.net, nn.Module):
             raise ValueError(
                 "an optimiser object is of the network's own framework; "
                 f"received torch.optim.{type(x).__name__}, which has no "
                 f"parameters of {type(network.net).__name__}. Pass the name, "
-                f"{FAMILIES[type(x)]!r}, with semantics='torch'.")
+                f"{FAMILIES.get(type(x), 'adam')!r}, with semantics='torch'.")
         super().__init__(x)
         self._network = network
-        #: its parameters by group, and what the network calls them
-        self._groups: list[list[Any]] = []
-        self._names: list[frozenset[str]] = []
-        self._arrays: list[Any] = []    # the network's, when they were named
-        self.read()
-        x.register_step_pre_hook(_Refusal(
-            self, "step()", "Call trainer.step(batch_size) in its place."))
-        x.register_state_dict_pre_hook(_Refusal(
-            self, "state_dict()", "Save trainer.state_dict(), which has its "
-            "groups too."))
-        x.register_load_state_dict_pre_hook(_Refusal(
-            self, "load_state_dict()", "Load what trainer.state_dict() gave "
-            "with trainer.load_state_dict()."))
-
-    # -- reading ------------------------------------------------------------
-
-    def read(self) -> list[base.GivenGroup]:
-        self._check_unused()
-        self._name()
-        return self._translated(self.object.param_groups, self._names)
-
-    def _check_unused(self) -> None:
-        x = self.object
-        used = any(float(state.get("step", 1)) for state in x.state.values()
-                   if state)
-        if used or self.taken():
-            raise ValueError(
-                "a Trainer begins with an optimiser object that has updated "
-                f"nothing, and remembers all itself; received a {_name(x)} "
-                + ("with a state of its own" if used
-                   else "that another Trainer has stepped with")
-                + ". Make a new object, and a new Trainer; a state is loaded "
-                "with trainer.load_state_dict.")
-        patched = vars(x).get("step")
-        hooked = [hook for table in (
-            x._optimizer_step_pre_hooks, x._optimizer_step_post_hooks,
-            torch_optimizer._global_optimizer_pre_hooks,
-            torch_optimizer._global_optimizer_post_hooks)
-                  for hook in table.values()
-                  if not isinstance(hook, (_Refusal, Parts))]
-        if hooked or not type(x).step.__module__.startswith("torch.optim.") \
-                or patched is not None \
-                and not hasattr(patched, "_wrapped_by_lr_sched"):
-            raise ValueError(
-                "a Trainer does not call an optimiser's step; received a "
-                f"{_name(x)} with " + ("hooks on its step" if hooked else
-                                       "a step put in the place of its own")
-                + ". Write them behind trainer.step.")
-
-    def _name(self) -> None:
-        """Look the names up, if other parameters are there."""
-        groups = [list(group["params"]) for group in self.object.param_groups]
-        arrays = _arrays(self._network)
-        if _same(arrays, self._arrays) and len(groups) == len(self._groups) \
-                and all(map(_same, groups, self._groups)):
-            return
-        if len(groups) < len(self._groups) \
-                or not all(map(_same, groups, self._groups)):
-            raise ValueError(
-                "the parameters of a group stay in it, and a new group comes "
-                "last (add_param_group); received a "
-                f"{_name(self.object)} whose groups have others than before. "
-                "Make a new object, and a new Trainer.")
-        names = {id(p): joined(path, suffix_of(module, name))
-                 for path, module, name, p in walk(self._network.net,
-                                                   "_parameters")}
-        strange = [f"group {i}, number {j}" + (
-            "" if is_lazy(p) else f", of shape {tuple(p.shape)}")
-                   for i, group in enumerate(groups)
-                   for j, p in enumerate(group) if id(p) not in names]
-        if strange:
+        if not self.names():
             raise ValueError(
                 "a Trainer's optimiser has parameters of its network, "
-                f"{type(self._network.net).__name__}; received others: "
-                f"{'; '.join(strange[:4])}"
-                + (f", and {len(strange) - 4} more" if strange[4:] else "")
-                + ". Make the object from replicas.net.parameters(); what "
-                "has no gradient of the network's passes needs a step of "
-                "your own.")
-        self._names = [frozenset(names[id(p)] for p in group)
-                       for group in groups]
-        self._groups, self._arrays = groups, arrays
+                f"{type(network.net).__name__}; received a {_name(x)} that "
+                "has none of them. Make it from replicas.net.parameters().")
 
-    def _translated(self, groups: Sequence[Mapping[str, Any]],
-                    names: Sequence[frozenset[str]]
-                    ) -> list[base.GivenGroup]:
-        x, found = self.object, []
-        for group, own in zip(groups, names, strict=True):
-            family = FAMILIES[type(x)]
-            for option in ("maximize", "differentiable"):
-                if group.get(option):
-                    raise ValueError(
-                        "a Trainer minimises, and records nothing of an "
-                        f"update; received {option}=True in a {_name(x)}. "
-                        "Leave it out" + (", and give the loss the other "
-                                          "sign." if option == "maximize"
-                                          else "."))
-            if family in ("adam", "adamw"):     # torch's update asks this
-                family = "adamw" if group.get(
-                    "decoupled_weight_decay", family == "adamw") else "adam"
-            options = {"learning_rate": group["lr"],
-                       "wd": group["weight_decay"],
-                       **{name: group[name] for name in _OPTIONS[family]}}
-            if family == "adagrad":     # read by its constructor
-                options["initial_accumulator_value"] = \
-                    x.defaults["initial_accumulator_value"]
-            found.append(base.GivenGroup(own, family, options))
-        if len({group.family for group in found}) > 1:
-            raise ValueError(
-                "the groups of an optimiser object have one formula; received"
-                f" decoupled_weight_decay=True in some groups of an {_name(x)}"
-                " and not in all. Make an Adam and an AdamW, each with a "
-                "Trainer.")
-        return found
+    def _held(self) -> list[Any]:
+        return [x for group in self.object.param_groups
+                for x in group["params"]]
 
-    # -- what a trainer tells -----------------------------------------------
+    def _named(self) -> list[tuple[Any, str | None]]:
+        found = self._held()
+        return [*zip(found, self._network.names_of(found), strict=True)]
 
-    def updated(self) -> None:
-        super().updated()
-        # Else a schedule warns that it has been stepped before this.
-        self.object._opt_called = True
+    # -- what it moves ------------------------------------------------------
+
+    def names(self) -> frozenset[str]:
+        return frozenset(name for _, name in self._named() if name is not None)
+
+    def others(self) -> list[Any]:
+        return [x for x, name in self._named() if name is None]
+
+    def gradients_of_others(self) -> list[Any]:
+        others = [x for x in self.others() if x.requires_grad]
+        for x in others:
+            if x.grad is None:
+                x.grad = torch.zeros_like(x)
+        return [x.grad for x in others]
+
+    def step(self, arrays, factors, scale, loss_scale) -> None:
+        self._check_factors(arrays, factors)
+        named = self._named()
+        gradients = [x.grad for x, _ in named]
+        try:
+            for (x, name), g in zip(named, gradients, strict=True):
+                if name is not None and name not in arrays:
+                    x.grad = None       # no new one
+                elif g is not None:
+                    if loss_scale != 1.0:
+                        g = g / loss_scale
+                    x.grad = g if scale == 1.0 else g * scale
+            self.object.step()
+        finally:
+            for (x, _), g in zip(named, gradients, strict=True):
+                x.grad = g
+        for x, name in named:
+            if name is None:
+                x.grad = None
+
+    def _check_factors(self, names: Iterable[str], factors: Any) -> None:
+        for name in names:
+            if factors(name) != (1.0, 1.0):
+                raise ValueError(
+                    "the groups of a torch.optim object have the rates and "
+                    "weight decays; received an lr_mult or wd_mult of "
+                    f"{name!r}. Make a group of its own for it.")
+
+    # -- options ------------------------------------------------------------
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.object.param_groups[0]["lr"])
 
     def set_learning_rate(self, rate: float) -> None:
         groups = self.object.param_groups
-        if len({group["lr"] for group in groups}) > 1:
+        if len({float(group["lr"]) for group in groups}) > 1:
             raise ValueError(
                 "the groups of this optimiser object have rates of their own;"
                 f" received one rate, {rate!r}. Write to its param_groups: "
                 "for group in optimizer.param_groups: group['lr'] = ...")
-        for group in groups:
-            group["lr"] = rate
+        _write(self.object, [{"lr": rate}] * len(groups))
+
+    def groups(self) -> list[base.OptimizerGroup]:
+        return [base.OptimizerGroup(frozenset(names), *self._formula(group))
+                for group, names in zip(self.object.param_groups,
+                                        self._names_by_group(), strict=True)]
+
+    def _formula(self, group: Mapping[str, Any]
+                 ) -> tuple[str | None, dict[str, Any]]:
+        x, family = self.object, FAMILIES.get(type(self.object))
+        if family is None or group.get("maximize"):
+            return None, {"learning_rate": group.get("lr", 0.0)}
+        if family in ("adam", "adamw"):     # torch's update asks this
+            family = "adamw" if group.get(
+                "decoupled_weight_decay", family == "adamw") else "adam"
+        options = {name: group[name] for name in _OPTIONS[family]}
+        if family == "adagrad":     # read by its constructor
+            options["initial_accumulator_value"] = \
+                x.defaults["initial_accumulator_value"]
+        return family, {"learning_rate": float(group["lr"]),
+                        "wd": group["weight_decay"], **options}
+
+    def _names_by_group(self) -> list[list[str]]:
+        """Parameters of others are called by their places."""
+        return [[name or f"group {i}, number {j}" for j, name in enumerate(
+            self._network.names_of(group["params"]))]
+                for i, group in enumerate(self.object.param_groups)]
+
+    # -- states -------------------------------------------------------------
+
+    def _arrays(self) -> dict[str, Any]:
+        return {name: x for names, group in zip(
+            self._names_by_group(), self.object.param_groups, strict=True)
+            for name, x in zip(names, group["params"], strict=True)}
+
+    def memory(self) -> base.Memory:
+        return own_step.read_memory(self.object, self._arrays())
+
+    def load(self, memory, arrays) -> None:
+        own_step.write_memory(self.object, self._arrays(), *memory)
 
     def export(self) -> list[dict[str, Any]]:
-        self.read()
         return [{"names": sorted(names), "options": {
             key: _plain(x) for key, x in group.items()
             if key not in _PARAMETERS and _is_plain(x)}}
-            for group, names in zip(self.object.param_groups, self._names)]
+            for group, names in zip(self.object.param_groups,
+                                    self._names_by_group(), strict=True)]
 
     def fit(self, saved: Sequence[Mapping[str, Any]] | None, rate: float
-            ) -> tuple[list[base.GivenGroup], Callable[[], None]]:
-        self.read()
-        groups = self.object.param_groups
+            ) -> Callable[[], None]:
+        groups, own = self.object.param_groups, self._names_by_group()
         if saved is None:
             if len(groups) > 1:
                 raise ValueError(
@@ -214,27 +173,27 @@ class TorchOptimizer(base.GivenOptimizer):
                     f"they are of; received those of one, for {len(groups)} "
                     f"of a {_name(self.object)}. Make an object with one "
                     "group.")
-            saved = [{"names": self._names[0], "options": {"lr": rate}}]
-        if [frozenset(group["names"]) for group in saved] != self._names:
+            saved = [{"names": own[0], "options": {"lr": rate}}]
+        if [sorted(group["names"]) for group in saved] != [*map(sorted, own)]:
             raise ValueError(
                 "states are loaded into the same groups of parameters, in "
                 "the same order; received those of groups with "
                 f"{[len(group['names']) for group in saved]} parameters, for "
-                f"a {_name(self.object)} with "
-                f"{[len(names) for names in self._names]}, or with others. "
-                "Make the groups that were saved.")
-        options = [{key: tuple(x) if isinstance(x, list) else x
-                    for key, x in group["options"].items()
-                    if key not in _PARAMETERS} for group in saved]
-        found = self._translated(
-            [{**group, **new} for group, new in zip(groups, options)],
-            self._names)
-        return found, partial(_write, self.object, options)
+                f"a {_name(self.object)} with {[*map(len, own)]}, or with "
+                "others. Make the groups that were saved.")
+        return partial(_write, self.object, [
+            {key: tuple(x) if isinstance(x, list) else x
+             for key, x in group["options"].items()
+             if key not in _PARAMETERS} for group in saved])
 
 
 def _write(x: Any, options: Sequence[Mapping[str, Any]]) -> None:
     for group, new in zip(x.param_groups, options, strict=True):
-        group.update(new)
+        for key, value in new.items():
+            if isinstance(group.get(key), torch.Tensor):    # graphs have it
+                group[key].fill_(value)
+            else:
+                group[key] = value
 
 
 def _name(x: Any) -> str:
@@ -242,9 +201,10 @@ def _name(x: Any) -> str:
 
 
 def _plain(x: Any) -> Any:
-    """Scalars of NumPy as Python's, which JSON takes."""
+    """Scalars of NumPy and of torch as Python's, which JSON takes."""
     return type(x)(map(_plain, x)) if isinstance(x, (list, tuple)) \
-        else x.item() if isinstance(x, np.generic) else x
+        else x.item() if isinstance(x, np.generic) or isinstance(
+            x, torch.Tensor) and x.ndim == 0 else x
 
 
 def _is_plain(x: Any) -> bool:
@@ -253,21 +213,11 @@ def _is_plain(x: Any) -> bool:
         x, (list, tuple)) and all(isinstance(one, (int, float)) for one in x)
 
 
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
-
-
-def _arrays(network: Any) -> list[Any]:
-    """The network's parameters, as they are now."""
-    return [owner[name] for owner, name in network.replicas[0].weights] \
-        if network.replicas else arrays_of(network.net)
-
-
 class PyTorchGiven(base.Given):
     """Optimisers, schedules and initialisers of PyTorch."""
 
     def optimizer(self, x: Any, network: base.Network
-                  ) -> base.GivenOptimizer | None:
+                  ) -> base.OptimizerObject | None:
         if isinstance(x, type) and issubclass(x, torch.optim.Optimizer):
             raise TypeError(
                 "an optimiser is an object, or a name; received the class "

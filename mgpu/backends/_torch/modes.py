@@ -11,7 +11,7 @@ from torch.utils._device import DeviceContext
 
 from mgpu.backends import base
 from mgpu.backends._torch import strict
-from mgpu.backends._torch.draws import Draws
+from mgpu.backends._torch.streams import Draws
 
 
 def saving() -> Any:

@@ -1,11 +1,9 @@
 """A user's `torch.nn.Module` on several devices."""
 import contextlib
 import copy
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -13,36 +11,29 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from mgpu.backends import base, messages
-from mgpu.backends._kept import Kept, reached
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
+                                             INSTANCE_NORMS, computes_itself,
                                              is_gluons_dropout,
                                              masked_forward, takes_masks)
-from mgpu.backends._torch.attributes import (Attributes, check_views, copied,
-                                             follow_attributes,
-                                             follow_weak, hooks_of,
-                                             makers_of_hooks)
 from mgpu.backends._torch.compiled import check_compiler
-from mgpu.backends._torch.draws import code_of, named_draws, watch
+from mgpu.backends._torch.copies import DeviceCopies
 from mgpu.backends._torch.float32 import AsMXNet
-from mgpu.backends._torch.graph import leaves_of, recomputing, total
-from mgpu.backends._torch.layers import (Between, describe, in_place_of,
-                                         is_open)
-from mgpu.backends._torch.leaves import together
+from mgpu.backends._torch.gluonize import has_fixed_statistics
+from mgpu.backends._torch.graph import recomputing
+from mgpu.backends._torch.layers import Between, describe
+from mgpu.backends._torch.meaning import (GluonMeaning, autocast,
+                                          channels_last, innermost, switches,
+                                          watch_layer)
 from mgpu.backends._torch.names import (NORMS, arrays_of, joined, kind_of,
                                         suffix_of, walk)
 from mgpu.backends._torch.ops import dtype_of, name_of_dtype
-from mgpu.backends._torch.places import is_trained
 from mgpu.backends._torch.own_step import MaskedFunctions, TorchParts
-from mgpu.backends._torch.replica import (TorchReplica, autocast,
-                                          channels_last)
+from mgpu.backends._torch.streams import watch
+from mgpu.backends.containers import ONE
 
-
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr,
-               torch.sparse_bsc)
 # Nothing that is made in inference mode can be trained.
 _to_be_trained = torch.inference_mode(False)
 
@@ -56,20 +47,15 @@ class TorchNetwork(base.Network):
     def __init__(self, backend: Any, net: nn.Module):
         self.backend, self.net = backend, net
         self.normalise: base.Normalise | None = None
+        self.runner: base.Runner | None = None      # of devices that meet
         self.functions: dict[str, base.Layer] = {}
         self.draw_mask: base.DrawMask | None = None
+        self.seen: base.LayerCallback | None = None
         self.options = base.Options()
         self.float32: base.Float32Functions = base.Float32Functions()
-        self._watchers = 0
-        self.replicas: list[TorchReplica] = []
-        self._kept = Kept()
-        self._makers: list[Any] = []    # see `makers_of_hooks`
-        self.draws: dict[bool | str, bool | None] = {}    # see `named_draws`
-        self._code: list[Any] | None = None         # that it was told by
-        #: the replicas that backward passes have reached since `follow`
-        self.reached: set[int] = set()
-        #: held while a replica's training flags are read and saved
-        self.reading = threading.Lock()
+        self._owners: list[tuple[dict[str, Any], str]] = []
+        self._placed: list[str] = []        # the names in mgpu of these
+        self._copies: DeviceCopies
 
     def specs(self) -> list[base.Spec]:
         found = []
@@ -99,42 +85,25 @@ class TorchNetwork(base.Network):
                 if key in names}
 
     def grad_req(self, number: int) -> str:
-        if not self.replicas:
-            return self.specs()[number].grad_req
-        return self.backend.grad_req(self.replicas[0].array(number))
+        return self.backend.grad_req(self.array(number))
 
-    def set_grad_req(self, number, grad_req, arrays) -> None:
-        first = arrays[0]
-        # Where the user has frozen or thawed it, its gradient is the user's.
-        kept = first.grad if first.requires_grad is (grad_req != "null") \
-            and self.backend.turned(first) else None
-        for x in arrays:
-            self.backend.attach_grad(x, grad_req)
-        first.grad = kept
-        for replica in self.replicas:
-            replica.forget()
-
-    def adopt(self, number, arrays, earlier) -> None:
-        request = self.backend.trained_req(earlier) \
-            if arrays[0].requires_grad else "null"
-        self.set_grad_req(number, request, arrays)
-
-    def first(self, replica: TorchReplica) -> TorchReplica:
-        """The replica that is the user's own module."""
-        return self.replicas[0] if self.replicas else replica
+    def set_grad_req(self, number, grad_req) -> None:
+        self.backend.attach_grad(self.array(number), grad_req)
 
     def devices(self) -> list[Any]:
         arrays = arrays_of(self.net)
         return [arrays[0].device if arrays else torch.device("cpu")]
 
     def predictors(self, devices) -> list[Callable[..., Any]]:
-        here = [self.backend.handle(d) for d in devices] == self.devices()
-        self._name_draws([*self.net.modules()])
-        # Flags are set on a module while it runs: threads need copies.
-        return [TorchReplica(
-            self, self.net if here else _copy(self.net).to(
-                self.backend.handle(device)), device, i)
-            for i, device in enumerate(devices)]
+        def predictor(device: Any) -> Callable[..., Any]:
+            copies = DeviceCopies(
+                self.net, [*self.devices(), self.backend.handle(device)],
+                self.backend.run, meaning=GluonMeaning(self, [device] * 2))
+
+            def predict(*args: Any, **kwargs: Any) -> Any:
+                return copies.run({1: (args, kwargs)}, ONE)[1]
+            return predict
+        return list(map(predictor, devices))
 
     @_to_be_trained
     def cast(self, dtype: str) -> None:
@@ -188,10 +157,10 @@ class TorchNetwork(base.Network):
         return [joined(path, name) for which in ("_parameters", "_buffers")
                 for path, _, name, _ in walk(self.net, which)]
 
-    def state(self, first) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return self.net.state_dict()
 
-    def fit_state(self, values, first, strict):
+    def fit_state(self, values, strict):
         if self.extra_names():
             raise ValueError(
                 "load_state_dict writes arrays on all devices; received a "
@@ -199,11 +168,11 @@ class TorchNetwork(base.Network):
                 "Load it with net.load_state_dict before mgpu.initialize, or "
                 "use mgpu.load_checkpoint.")
         # Torch's own rules: a copy tells what they make of the values.
-        copy = _copy(self.net)
+        made_of = copy.deepcopy(self.net)
         parameters = [(joined(path, name), m, name, x) for path, m, name, x
-                      in walk(copy, "_parameters")]
+                      in walk(made_of, "_parameters")]
         with self._arrays_kept():
-            told = copy.load_state_dict(values, strict)
+            told = made_of.load_state_dict(values, strict)
         made = [path for path, m, name, x in parameters
                 if m._parameters.get(name) is not x]
         if made:
@@ -212,7 +181,7 @@ class TorchNetwork(base.Network):
                 "received a network whose own rules make new ones (assign="
                 f"True does): {', '.join(made)}. Load them with "
                 "net.load_state_dict before mgpu.initialize.")
-        pairs = list(zip(arrays_of(self.net), arrays_of(copy), strict=True))
+        pairs = list(zip(arrays_of(self.net), arrays_of(made_of), strict=True))
         other = [f"{tuple(new.shape)} instead of {tuple(old.shape)}"
                  for old, new in pairs if old.shape != new.shape]
         if other:
@@ -221,15 +190,14 @@ class TorchNetwork(base.Network):
                 "network whose own rules make arrays of other shapes of "
                 f"these: {'; '.join(other)}. Load them with net."
                 "load_state_dict before mgpu.initialize.")
-        named = {id(x) for name, x in copy.state_dict(keep_vars=True).items()
+        named = {id(x) for name, x in made_of.state_dict(
+                     keep_vars=True).items()
                  if name not in told.missing_keys}
         return {i: new.detach() for i, (_, new) in enumerate(pairs)
                 if id(new) in named}, list(told.missing_keys), list(
                     told.unexpected_keys)
 
     def load_state(self, values, strict):
-        # What else rules write, in what state_dict leaves out or in plain
-        # attributes, reaches the other devices as what the user writes does.
         with self._arrays_kept():
             self.net.load_state_dict(values, strict)
 
@@ -326,7 +294,7 @@ class TorchNetwork(base.Network):
                 "hybridize=True to compile it.")
         trained = [joined(path, name)
                    for path, _, name, b in walk(self.net, "_buffers")
-                   if is_trained(b)]
+                   if b.requires_grad]
         if trained and len(devices) > 1:
             raise ValueError(
                 "on several devices a buffer has no gradient, which would be "
@@ -368,7 +336,7 @@ class TorchNetwork(base.Network):
     def by_layer(self) -> bool:
         """Whether the layers must run one by one, because they are watched
         or computed by functions of mgpu."""
-        return bool(self._watchers) or self.normalise is not None \
+        return self.seen is not None or self.normalise is not None \
             or self.draw_mask is not None
 
     def autocast(self, devices) -> base.ContextManager:
@@ -377,133 +345,66 @@ class TorchNetwork(base.Network):
         return autocast(self.backend.handle(devices[0]), self.options)
 
     @_to_be_trained
-    def replicate(self, devices: Sequence[Any]) -> list[base.Replica]:
+    def place(self, devices: Sequence[Any]) -> None:
         requests = [spec.grad_req for spec in self.specs()]
-        if len(devices) > 1:
-            check_views(self.net)
-        # Copied before the first one moves: a copy of a copy on another
-        # card would cross the bus twice.
-        copies = [self.net] + [_copy(self.net) for _ in devices[1:]]
-        replicas: list[TorchReplica] = []
-        for i, (module, device) in enumerate(zip(copies, devices)):
-            module.to(self.backend.handle(device))
-            if self.options.channels_last:
-                for array in arrays_of(module):
-                    array.data = channels_last(array.data)
-            for array, request in zip(arrays_of(module), requests):
-                if request != "null":
-                    self.backend.attach_grad(array, request)
-            replicas.append(TorchReplica(self, module, device, i))
-            if i:
-                replicas[i].borrow_hooks()
-        self.replicas = replicas
-        self._attributes = Attributes([r.layers for r in replicas])
-        self._makers = makers_of_hooks(replicas[0].layers)
-        self._name_draws(replicas[0].layers)
-        return list(replicas)
+        self.net.to(self.backend.handle(devices[0]))
+        if self.options.channels_last:
+            for array in arrays_of(self.net):
+                array.data = channels_last(array.data)
+        for array, request in zip(arrays_of(self.net), requests, strict=True):
+            if request != "null":
+                self.backend.attach_grad(array, request)
+        if all(m.training for m in self.net.modules()):
+            # As net.train() at the begin of a script: it may freeze layers.
+            for module in switches(self.net):
+                module.train(True)
+        meaning = GluonMeaning(self, devices)
+        meaning.allocated(0, arrays_of(self.net))
+        self._owners = [(getattr(m, of), name)
+                        for of in ("_parameters", "_buffers")
+                        for _, m, name, _ in walk(self.net, of)]
+        self._placed = [spec.name for spec in self.specs()]
+        self._copies = DeviceCopies(
+            self.net, [self.backend.handle(d) for d in devices],
+            self.backend.run, meaning=meaning)
 
-    def follow(self) -> None:
-        self._attributes.untold.forget()
-        self._attributes.check_layers()
-        if len(self.replicas) > 1:
-            if parametrize._cache_enabled:
-                raise ValueError(
-                    "on several devices each has weights of its own; received"
-                    " a pass inside torch.nn.utils.parametrize.cached(), "
-                    "which keeps those of one for all. Write `with cached():`"
-                    " in the network's forward.")
-            self._check_forms()
-            follow_attributes([[owner[name] for owner, name in r.weights]
-                               for r in self.replicas])
-        if (len(self.replicas) > 1 or self.options.hybridize) \
-                and not self._watchers and self.replicas[0].users is None \
-                and self._attributes.follow():
-            self._name_draws(self.replicas[0].layers)
-            for replica in self.replicas:
-                replica.forget()
-        if watch.drew:
-            watch.drew = False
-            for replica in self.replicas:
-                replica.learn_again()
-        self._kept = Kept(
-            hooks_of(self.replicas[0].layers, self._makers)
-            if len(self.replicas) > 1 and not self._watchers
-            and self.backend.is_recording() else (),
-            (torch.Tensor, np.ndarray), nn.Module)
-        self.reached.clear()
-        if self._kept.backward:
-            self.backend.keeping.add(self)
+    def array(self, number: int) -> Any:
+        if not self._owners:
+            return arrays_of(self.net)[number]
+        # Looked up in every call: a user may replace the tensor.
+        owner, name = self._owners[number]
+        if owner.get(name) is None:
+            raise messages.changed_layers([self._placed[number]])
+        return owner[name]
 
-    def _name_draws(self, layers: Sequence[nn.Module]) -> None:
-        """See `named_draws`; again only where other code runs, since a
-        counter in an attribute changes with each pass."""
-        code, known = code_of(layers), self._code
-        if known is None or len(code) != len(known) \
-                or not all(map(is_, code, known)):
-            self._code, self.draws = code, named_draws(layers, code)
-            for replica in self.replicas:
-                replica.learn_again()
+    def arrays(self, number: int) -> list[Any]:
+        return self._copies.arrays(self.array(number))
 
-    def _check_forms(self) -> None:
-        """ValueError where the user has given parameters another dtype or
-        shape in place."""
-        first, second, *_ = self.replicas
-        for number, ((own, name), (others, _)) in enumerate(zip(
-                first.weights, second.weights)):
-            here, there = own[name], others[name]
-            if here.dtype is not there.dtype or here.shape != there.shape:
-                raise ValueError(
-                    "on several devices a parameter keeps its dtype and shape"
-                    f", {name_of_dtype(there)} {tuple(there.shape)}; received"
-                    f" {name_of_dtype(here)} {tuple(here.shape)} for "
-                    f"{self.specs()[number].name!r}. Call mgpu.initialize(net"
-                    ", devices, init='keep', force_reinit=True), and make a "
-                    "new Trainer; or change it back.")
+    def write_statistics(self, number, values) -> None:
+        x = self.array(number)
+        with torch.no_grad():
+            x.copy_(values[0])
+        self._copies.keep_statistics(x, values)
 
-    def begin_lag(self, source: int | None) -> None:
-        if self.replicas[0].users is None:
-            self._attributes.begin_lag(source)
+    def written(self, number) -> None:
+        self._copies.forget_statistics(self.array(number))
 
-    def catch_up(self, source: int, idle: Sequence[int]) -> None:
-        if self.replicas[0].users is None:
-            for i in idle:
-                self._attributes.catch_up(source, i)
+    def run(self, calls, batch) -> dict[int, Any]:
+        return self._copies.run(calls, batch)
 
-    def explain_states(self, error: Exception, inputs: Any,
-                       module: nn.Module) -> None:
-        """See `messages.explain_states`."""
-        messages.explain_states(
-            error, self._attributes.shapes(module) if self.replicas else [],
-            next((len(x) for x in inputs if isinstance(x, torch.Tensor)
-                  and x.ndim), 0), len(self.replicas))
-
-    def check_read(self) -> None:
-        """ValueError if a pass has read what nobody knows there."""
-        if self.replicas:
-            self._attributes.untold.check()
-
-    @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """The block holds a pass of one replica, which leaves what all of
-        them hold as it is."""
-        if len(self.replicas) < 2:
-            yield
-            return
-        before = self._attributes.shared()
-        yield
-        self._attributes.check_shared(before)
-
-    def leave(self) -> None:
-        """A pass of replica 0 has ended."""
-        if len(self.replicas) > 1:
-            self._attributes.leave()
+    def probe(self, call, device) -> Any:
+        return self._copies.probe(call, device)
 
     def extra_names(self) -> list[str]:
         return [joined(path, "_extra_state")
                 for path, m in self.net.named_modules() if _has_extra(m)]
 
-    def extra_states(self) -> dict[str, list[Any]]:
-        late = self._attributes.late_buffers()
+    def extra_states(self) -> dict[str, Any]:
+        known = {(id(owner), name) for owner, name in self._owners}
+        late = [joined(path, name)
+                for path, m, name, _ in walk(self.net, "_buffers")
+                if (id(m._buffers), name) not in known
+                and name not in m._non_persistent_buffers_set]
         if late:
             raise ValueError(
                 "a checkpoint holds the buffers that are there at "
@@ -517,36 +418,18 @@ class TorchNetwork(base.Network):
             raise ValueError(
                 "what get_extra_state gives goes back by set_extra_state; "
                 f"received layers without one: {one_way}. Write it.")
-        each = [[m.get_extra_state() for m in r.layers if _has_extra(m)]
-                for r in self.replicas]
-        return dict(zip(self.extra_names(), map(list, zip(*each))))
+        return {joined(path, "_extra_state"): m.get_extra_state()
+                for path, m in self.net.named_modules() if _has_extra(m)}
 
     def set_extra_states(self, states) -> None:
-        for i, replica in enumerate(self.replicas):
-            layers = filter(_has_extra, replica.layers)
-            for m, name in zip(layers, self.extra_names()):
-                m.set_extra_state(states[name][i])
-        self._attributes.settle()
-
-    def check_kept(self, backward: bool = False) -> None:
-        # One device at a time may keep what the user reads in between.
-        several = len(self.reached) > 1
-        self.reached.clear()
-        if not backward:
-            self.check_read()
-        self._attributes.note_streams()
-        if several or not backward:
-            self._kept.check(backward)
-
-    def turns(self) -> "_Streams":
-        return _Streams(self.replicas)
+        for path, m in self.net.named_modules():
+            if _has_extra(m):
+                m.set_extra_state(states[joined(path, "_extra_state")])
 
     def predicts(self) -> bool:
-        with self.reading:
-            users = self.replicas[0].users if self.replicas else None
-            if users[0] if users else self.net.training:
-                return False
-            modes = users or [m.training for m in self.net.modules()]
+        if self.net.training:
+            return False
+        modes = [m.training for m in self.net.modules()]
         if any(modes):
             name = next(path for (path, _), mode in zip(
                 self.net.named_modules(), modes) if mode)
@@ -564,38 +447,6 @@ class TorchNetwork(base.Network):
                 "predictions without them.")
         return True
 
-    def forward_backward(self, replicas, inputs, head, leaves) -> None:
-        owner = {id(x): i for i in range(len(inputs)) for x in leaves(i)}
-        join = together()
-        for replica, given in zip(self.replicas, inputs):
-            if given is not None:   # none waits for the others
-                replica.place().record()
-
-        def both(i: int) -> Any:
-            """Both passes of device i. Returns its loss instead where the
-            backward pass must wait for the losses of other devices."""
-            if inputs[i] is None:
-                return None
-            output = base.forward_call(replicas[i], inputs[i])()
-            with self.replicas[i].around_loss():
-                loss = head(i, output)
-            if not loss.requires_grad:
-                raise messages.not_recorded()
-            owners = {owner.get(id(x), -1) for x in leaves_of(loss)}
-            if -1 in owners:
-                return loss     # depends on a leaf that devices may share
-            for other in owners - {i}:
-                raise messages.foreign_leaf(i, other)
-            root = total(loss)
-            join(root)
-            torch.autograd.backward(root)
-            return None
-        waiting = [loss for loss in self.backend.parallel(
-            [partial(both, i) for i in range(len(inputs))])
-            if loss is not None]
-        if waiting:
-            self.backend.run_backward(waiting, join)
-
     def layers(self) -> list[base.Layer]:
         names = {id(tensor): joined(path, suffix_of(module, own))
                  for which in ("_parameters", "_buffers")
@@ -603,7 +454,7 @@ class TorchNetwork(base.Network):
         return [base.Layer(path, *describe(module), tuple(
                     names[id(x)] for which in ("parameters", "buffers")
                     for x in getattr(module, which)()))
-                for path, module in _innermost(self.net)]
+                for path, module in innermost(self.net)]
 
     def settings(self) -> dict[str, str]:
         # Others may print what they hold: observers of quantisation do.
@@ -621,20 +472,8 @@ class TorchNetwork(base.Network):
                         joined(path, suffix_of(module, name)))
         return {names[0]: names for names in found.values() if len(names) > 1}
 
-    @contextlib.contextmanager
-    def watch_layers(self, seen: base.LayerCallback) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for replica in self.replicas:
-                for path, module in _innermost(replica.module):
-                    for handle in _watch(module, path, replica, seen):
-                        stack.callback(handle.remove)
-                before, replica.seen = replica.seen, seen
-                stack.callback(setattr, replica, "seen", before)
-            self._watchers += 1
-            try:
-                yield
-            finally:
-                self._watchers -= 1
+    def watch_layers(self, seen):
+        return self._using("seen", seen)
 
     def use_masks(self, draw):
         return self._using("draw_mask", draw)
@@ -648,16 +487,14 @@ class TorchNetwork(base.Network):
             raise messages.compiled(hidden)
 
     def inner_dropout(self):
-        nets = [x.module for x in self.replicas] or [self.net]
         return [(path, m, "p" if is_gluons_dropout(m) else "dropout")
-                for net in nets for path, m in _innermost(net)
+                for path, m in innermost(self.net)
                 if is_gluons_dropout(m) and not takes_masks(m)
                 or isinstance(m, nn.RNNBase) and m.num_layers > 1
                 and m.dropout]
 
     @contextlib.contextmanager
     def natively(self, draw, begins, seen) -> Iterator[None]:
-        replica = self.replicas[0]
         again: dict[int, Any] = {}
 
         def before(_: Any, inputs: Any) -> None:
@@ -670,7 +507,7 @@ class TorchNetwork(base.Network):
         with contextlib.ExitStack() as stack:
             stack.callback(self.net.register_forward_pre_hook(before).remove)
             stack.callback(self.net.register_forward_hook(told).remove)
-            for layer in replica.layers:
+            for layer in self.net.modules():
                 if type(layer) in DROPOUTS and "forward" not in vars(layer):
                     # By torch's own stream: a checkpoint sets it again.
                     vars(layer)["forward"] = masked_forward(
@@ -679,10 +516,13 @@ class TorchNetwork(base.Network):
             stack.enter_context(MaskedFunctions(draw, again))
             if self.float32.names or self.float32.watched:
                 stack.enter_context(AsMXNet(self.float32))
-            if replica.seen is not None:
-                replica.between = stack.enter_context(
-                    Between(replica.seen, 0, self.functions))
-                stack.callback(setattr, replica, "between", None)
+            if self.seen is not None:
+                between = stack.enter_context(
+                    Between(self.seen, 0, self.functions))
+                for path, layer in innermost(self.net):
+                    for handle in watch_layer(layer, path, 0, between,
+                                              self.seen):
+                        stack.callback(handle.remove)
             yield
 
     def trains(self, path) -> bool | None:
@@ -705,13 +545,20 @@ class TorchNetwork(base.Network):
                   for path, _, name, _ in walk(self.net, "_buffers")}
         return TorchParts(named, paths, parts, list(self.net.modules()))
 
-    def use_batch_norm(self, normalise):
-        own = self.replicas[0].own_batch_norms
-        if normalise is not None and own:
+    @contextlib.contextmanager
+    def use_batch_norm(self, normalise, run) -> Iterator[None]:
+        own = [path for path, m in self.net.named_modules()
+               if isinstance(m, BATCH_NORMS) and computes_itself(m)
+               and not has_fixed_statistics(m)]
+        if own:
             raise messages.own_batch_norm(own)
-        if normalise is not None and self.replicas[0].not_joined:
-            raise messages.not_joined(self.replicas[0].not_joined)
-        return self._using("normalise", normalise)
+        not_joined = [path for path, m in self.net.named_modules()
+                      if isinstance(m, INSTANCE_NORMS)
+                      and m.running_mean is not None]
+        if not_joined:
+            raise messages.not_joined(not_joined)
+        with self._using("normalise", normalise), self._using("runner", run):
+            yield
 
     @contextlib.contextmanager
     def _using(self, name: str, value: Any) -> Iterator[None]:
@@ -723,119 +570,8 @@ class TorchNetwork(base.Network):
             setattr(self, name, before)
 
 
-class _Streams(base.Turns):
-    """Replicas that draw from torch's default stream run one at a time."""
-
-    def __init__(self, replicas: Sequence[TorchReplica]):
-        self._replicas = replicas
-
-    def begin(self, index) -> None:
-        self._replicas[index].go_on()
-
-    def end(self, index) -> None:
-        self._replicas[index].halt()
-
-
-def _innermost(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that contain no others, each once, with their paths.
-    Attention is one of them: it does not call the layer that it contains."""
-    inside: set[int] = set()
-    for path, module in net.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            inside.update(map(id, module.children()))
-        elif module._modules:
-            continue
-        if id(module) not in inside:
-            yield path, module
-
-
-def _watch(module: nn.Module, path: str, replica: TorchReplica,
-           seen: base.LayerCallback) -> Iterator[Any]:
-    """Let `seen` be called after each call of an innermost layer; yields
-    handles."""
-    given: list[Any] = []
-    closed = not is_open(module)
-
-    def begins(_: Any, inputs: Any) -> None:
-        if replica.between is not None:
-            replica.between.inside = closed
-        if getattr(module, "inplace", False):   # it overwrites them
-            inputs = tree_map(_cloned, inputs)
-        given[:] = [inputs]
-
-    def told(_: Any, inputs: Any, outputs: Any) -> Any:
-        if replica.between is not None:
-            replica.between.inside = False
-            replica.between.after = path
-        put = None if recomputing() else seen(
-            path, given[0], outputs, replica.index)
-        return None if put is None else in_place_of(outputs, put)
-    yield module.register_forward_pre_hook(begins)
-    yield module.register_forward_hook(told)
-
-
-def _cloned(x: Any) -> Any:
-    return x.detach().clone() if isinstance(x, torch.Tensor) else x
-
-
 def _has_extra(m: nn.Module) -> bool:
     return type(m).get_extra_state is not nn.Module.get_extra_state
-
-
-def _copy(net: nn.Module) -> nn.Module:
-    """A copy of `net`. Refuses tensors with a history, except what a hook
-    computes anew before each pass (legacy ``weight_norm``, pruning)."""
-    copies: dict[int, Any] = {}
-    for path, module in net.named_modules():
-        computed = {getattr(hook, name, None) for name in (
-            "name", "_tensor_name") for hook in
-            module._forward_pre_hooks.values()}
-        for name, x in vars(module).items():
-            if isinstance(x, torch.Tensor) and not x.is_leaf:
-                if name not in computed:
-                    raise _computed(joined(path, name))
-                copies[id(x)] = x.detach().clone()
-            # Those torch does not copy, and no pass writes to them.
-            copies |= {id(t): t for t in reached(x, torch.Tensor, nn.Module)
-                       if t.layout in _COMPRESSED}
-    for *_, p in walk(net, "_parameters"):
-        if type(p).__deepcopy__ is nn.Parameter.__deepcopy__:
-            # That gives each memory of its own. Here what shares memory with
-            # it, a buffer or a tensor in an attribute, does so in the copy.
-            copies[id(p)] = type(p)(copy.deepcopy(p.data, copies),
-                                    p.requires_grad)
-    try:
-        made = copied(net, copies, arrays_of(net))
-    except Exception:
-        made = copied(net, copies | _shared(net), arrays_of(net))
-    follow_weak(net, made)
-    return made
-
-
-def _shared(net: nn.Module) -> dict[int, Any]:
-    """By `id`, the attributes of layers that cannot be copied, such as a lock
-    or a file: there is only one."""
-    shared, kept = {}, {id(x): x for x in (*net.modules(), *arrays_of(net))}
-    for path, module in net.named_modules():
-        for name, x in vars(module).items():
-            if name in ("_parameters", "_buffers", "_modules") \
-                    or isinstance(x, torch.Tensor):
-                continue
-            try:
-                copy.deepcopy(x, dict(kept))
-            except Exception as error:
-                if "graph leaves" in str(error):    # torch's words
-                    raise _computed(joined(path, name)) from None
-                shared[id(x)] = x
-    return shared
-
-
-def _computed(name: str) -> ValueError:
-    return ValueError(
-        "a network on several devices computes its tensors from its "
-        f"parameters in each forward pass; received {name!r}, which was "
-        "computed before. Compute it in forward(), and clear what a pass has "
-        "kept there.")
 
 
 def _shape(x: Any) -> tuple[int, ...] | None:

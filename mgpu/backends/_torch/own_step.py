@@ -137,15 +137,15 @@ class TorchParts(base.OwnParts):
                               dict[str, int]]:
         slots = {(name, base.AVERAGE): _to_numpy(own[key])
                  for name, (own, key) in self._average.items()}
-        for optimizer, group in self._groups() if self.rule else ():
-            for name in self._of(group):
-                state = optimizer.state.get(self._named[name], {})
-                slots |= {(name, _SLOTS[key]): _to_numpy(value)
-                          for key, value in state.items()
-                          if key in _SLOTS and value is not None}
-                if "step" in state:
-                    self._counts[name] = int(state["step"])
+        for optimizer in self._optimizers if self.rule else ():
+            own, counts = read_memory(optimizer, self._moved_by(optimizer))
+            slots |= own
+            self._counts |= counts
         return slots, dict(self._counts)
+
+    def _moved_by(self, optimizer: Any) -> dict[str, Any]:
+        return {name: self._named[name] for group in optimizer.param_groups
+                for name in self._of(group)}
 
     def load(self, slots, counts) -> None:
         self._counts = dict(counts)
@@ -153,26 +153,8 @@ class TorchParts(base.OwnParts):
             for name, (own, key) in self._average.items():
                 if (name, base.AVERAGE) in slots:
                     own[key].copy_(torch.from_numpy(slots[name, base.AVERAGE]))
-        for optimizer, group in self._groups() if self.rule else ():
-            for name in self._of(group):
-                self._load(optimizer.state, name, slots)
-
-    def _load(self, states: Any, name: str,
-              slots: Mapping[tuple[str, str], np.ndarray]) -> None:
-        """What the optimiser remembers of one weight."""
-        p, (family, _) = self._named[name], self.rule or ("", {})
-        if not self._counts.get(name) or not any(
-                (name, _SLOTS[key]) in slots for key in _KEYS[family]):
-            states.pop(p, None)
-            return
-        for key in _KEYS[family]:
-            value = slots.get((name, _SLOTS[key]))
-            if value is not None:
-                states[p][key] = torch.as_tensor(
-                    value, dtype=p.dtype if np.ndim(value) else None).clone()
-        if family not in ("sgd", "nag"):
-            states[p]["step"] = torch.tensor(
-                float(self._counts[name]), dtype=torch.get_default_dtype())
+        for optimizer in self._optimizers if self.rule else ():
+            write_memory(optimizer, self._moved_by(optimizer), slots, counts)
 
     def keep(self) -> Callable[[], None]:
         groups = [{k: copy.deepcopy(v) for k, v in group.items()
@@ -255,6 +237,46 @@ class TorchParts(base.OwnParts):
                     lambda *_: after and after.pop()()).remove)
             yield seen
         seen.left = {**waiting, **seen.left}
+
+
+def read_memory(optimizer: Any, arrays: Mapping[str, Any]) -> base.Memory:
+    """What `optimizer` remembers of `arrays`. Slots of the classes in
+    `FAMILIES` have the names of `mgpu.optimizers`, others torch's."""
+    slots: dict[tuple[str, str], np.ndarray] = {}
+    counts: dict[str, int] = {}
+    names = _SLOTS if type(optimizer) in FAMILIES else None
+    for name, x in arrays.items():
+        state = optimizer.state.get(x, {})
+        if "step" in state:
+            counts[name] = int(state["step"])
+        slots |= {(name, key if names is None else names[key]):
+                  _to_numpy(value) for key, value in state.items()
+                  if value is not None and (names is None or key in names)}
+    return slots, counts
+
+
+def write_memory(optimizer: Any, arrays: Mapping[str, Any],
+                 slots: Mapping[tuple[str, str], np.ndarray],
+                 counts: Mapping[str, int]) -> None:
+    """Put what `read_memory` read back."""
+    family = FAMILIES.get(type(optimizer))
+    keys = {_SLOTS[key]: key for key in _KEYS[family]} if family else None
+    found: dict[str, dict[str, Any]] = {name: {} for name in arrays}
+    for (name, slot), value in slots.items():
+        if name in found and (keys is None or slot in keys):
+            found[name][slot if keys is None else keys[slot]] = value
+    for name, x in arrays.items():
+        optimizer.state.pop(x, None)
+        if not counts.get(name) or not found[name]:
+            continue
+        state = optimizer.state[x]
+        if family and family != "sgd":
+            state["step"] = torch.tensor(
+                float(counts[name]), dtype=torch.get_default_dtype())
+        for key, value in found[name].items():
+            state[key] = torch.as_tensor(
+                value, dtype=x.dtype if np.ndim(value) else None,
+                device=x.device if np.ndim(value) else None).clone()
 
 
 def _to_numpy(x: Any) -> np.ndarray:

@@ -130,6 +130,13 @@ def put(copy: Callable[[Any], torch.Tensor], x: Any, where: Any
     return y
 
 
+def moved(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`x` on the device of `like`."""
+    if not on() or device_of(x) == device_of(like):
+        return x.to(like.device)
+    return put(lambda x: x.to(like.device, copy=True), x, like)
+
+
 def fetched(x: torch.Tensor) -> None:
     """Count that `x` has been copied to the host."""
     if on():
@@ -157,6 +164,10 @@ class Mode(TorchDispatchMode):
         name = func._schema.name
         if name == "aten::copy_":
             self._copy(*args[:2])
+            return func(*args, **kwargs)
+        if name == "aten::_foreach_copy_":
+            for pair in zip(*args[:2], strict=True):
+                self._copy(*pair)
             return func(*args, **kwargs)
         if name.startswith(("aten::_foreach_", "aten::_fused_")):
             # Lists with one entry per tensor, of any devices: row by row.

@@ -1,6 +1,6 @@
 """Batch norm in training with the statistics of all devices' examples, in
 torch's arithmetic."""
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -9,11 +9,47 @@ from torch import nn
 
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, computes_itself,
                                              moves_statistics)
+from mgpu.backends._torch.boundary import Runner
+from mgpu.backends._torch.copies import Meaning
+from mgpu.backends._torch.tree import Tree
 
 #: mean(index, layer, count, sums, like): the sums of all devices divided by
 #: all counts, on the device of `like`; and that count
 Mean = Callable[[int, str, int, torch.Tensor, torch.Tensor],
                 tuple[torch.Tensor, int]]
+
+
+class Synchronized(Meaning):
+    """Batch-norm layers in training use joint statistics.
+
+    Parameters
+    ----------
+    net : nn.Module
+    begin : callable
+        ``begin(active)`` gives, for one pass, a `SyncBatchNorm` and a Runner
+        whose thunks may wait for each other.
+    """
+
+    def __init__(self, net: nn.Module, begin: Callable[
+            [Sequence[int]], tuple[Any, Runner]]) -> None:
+        self._net, self._begin = net, begin
+        self._mean: Mean | None = None
+
+    def begin(self, active: Sequence[int], tree: Tree) -> Runner | None:
+        self._mean = None
+        if not self._net.training:
+            return None
+        rule, run = self._begin(active)
+        self._mean = rule.mean
+        return run
+
+    def dresses(self) -> bool:
+        return self._mean is not None
+
+    def dress(self, i: int, net: nn.Module, layers: Sequence[nn.Module]
+              ) -> None:
+        if self._mean is not None:
+            synchronize(net, i, self._mean)
 
 
 def synchronize(net: nn.Module, index: int, mean: Mean) -> None:

@@ -3,7 +3,9 @@ either."""
 import functools
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,14 @@ import torch
 from torch import nn
 
 from mgpu.backends import containers
+from mgpu.backends._torch.names import NORMS
+from mgpu.backends.base import STATISTICS
 
 _INTERNAL = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
 _HOOKS = frozenset(name for name in _INTERNAL if name.endswith("hooks"))
+_PLAIN = _INTERNAL - _HOOKS
+#: of a module, by name
+TABLES = "_parameters", "_buffers", "_modules"
 #: values that hold nothing
 ATOMS = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype,
          torch.device, torch.Size, types.BuiltinFunctionType)
@@ -28,14 +35,68 @@ def plain_network(net: nn.Module) -> nn.Module:
     return getattr(net, "_orig_mod", net)
 
 
-def version(x: Any) -> int:
-    """Number of in-place writes that torch has counted."""
-    return x._version if isinstance(x, torch.Tensor) \
-        and not x.is_inference() else 0
+def made_more(module: nn.Module) -> RuntimeError:
+    return RuntimeError(
+        f"forward of {type(module).__name__} made a layer or a parameter. "
+        "Call the network once before it runs on several devices.")
+
+
+def version(x: Any) -> Any:
+    """What changes with the in-place writes that torch has counted, to a
+    tensor or to those in a container, and with what a container holds."""
+    if isinstance(x, torch.Tensor):
+        return 0 if x.is_inference() else x._version
+    found = containers.parts(x)
+    return 0 if found is None else tuple(
+        value if isinstance(value, ATOMS) else (_Same(value), version(value))
+        for value in found[1])
+
+
+class _Same:
+    """Equal for the same object, whose id is not used again meanwhile."""
+
+    def __init__(self, x: Any) -> None:
+        self._x = x
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Same) and self._x is other._x
+
+
+class Contents:
+    """What the tables of modules hold, to be compared with what they hold
+    later."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._owners = modules
+        self.read()
+
+    def read(self) -> None:
+        """Compare with what they hold now."""
+        self._tables = [*map(vars, self._owners)]
+        self._dicts = [x for table in self._tables for x in (
+            table, *map(table.__getitem__, TABLES))]
+        self._sizes = [*map(len, self._dicts)]
+        self._keys = [*chain.from_iterable(self._dicts)]
+        self._values = [*chain.from_iterable(map(dict.values, self._dicts))]
+
+    def are_same(self) -> bool:
+        """Whether all of them hold the same objects as before."""
+        return all(map(is_, map(vars, self._owners), self._tables)) \
+            and [*map(len, self._dicts)] == self._sizes \
+            and [*chain.from_iterable(self._dicts)] == self._keys \
+            and all(map(is_, chain.from_iterable(
+                map(dict.values, self._dicts)), self._values))
+
+    def before(self) -> Iterator[tuple[dict[str, Any], ...]]:
+        """What each module's ``__dict__`` and `TABLES` have held."""
+        items = zip(self._keys, self._values)
+        dicts = (dict(islice(items, size)) for size in self._sizes)
+        return zip(*[dicts] * (1 + len(TABLES)), strict=True)
 
 
 class Tree:
-    """Modules and arrays that are reachable from a network.
+    """Modules and arrays that are reachable from a network. It may be used
+    again while it `is_current`.
 
     Parameters
     ----------
@@ -45,6 +106,10 @@ class Tree:
     ----------
     modules : list of nn.Module
         Each once; also those in plain lists, closures and bound methods.
+    paths : list of str
+        Of the first of them, which are registered.
+    compiled : bool
+        Whether a module is.
     arrays : dict
         id -> parameter, buffer, or another tensor that requires a gradient.
     references, values : dict
@@ -63,10 +128,16 @@ class Tree:
         self._found: dict[int, nn.Module] = {}
         self._referring: dict[int, bool] = {}
         self._alive: list[Any] = []     # or ids would be used again
+        #: what may come to hold other objects, with those that it holds
+        self._inside: list[tuple[Any, list[Any]]] = []
+        self._empty: list[dict[Any, Any]] = []      # of hooks
+        self._tensors: list[torch.Tensor] = []
         self.arrays: dict[int, torch.Tensor] = {}
         self.references: dict[int, list[str]] = {}
         self.values: dict[int, list[str]] = {}
-        for module in net.modules():
+        self.paths = []
+        for path, module in net.named_modules():
+            self.paths.append(path)
             self._add(module)
         waiting = list(self._found.values())
         for module in waiting:
@@ -75,6 +146,47 @@ class Tree:
             waiting += list(self._found.values())[count:]
         self.modules = waiting
         self.key = tuple((id(m), type(m), m.training) for m in waiting)
+        self._types = [*map(type, waiting)]
+        self.compiled = any(type(m).__name__ == "OptimizedModule"
+                            or m._compiled_call_impl is not None
+                            for m in waiting)
+        self._contents = Contents(waiting)
+        self._tensors += self.arrays.values()
+        self._trained = [*map(_requires_grad, self._tensors)]
+
+    def is_current(self) -> bool:
+        """Whether a new tree of the network would be the same: all modules
+        have the same attributes, and containers the same contents."""
+        return self._contents.are_same() and not any(self._empty) \
+            and [*map(type, self.modules)] == self._types \
+            and [*map(_requires_grad, self._tensors)] == self._trained \
+            and all(len(now := [*inside(x)]) == len(held)
+                    and all(map(is_, now, held)) for x, held in self._inside)
+
+    def has_graphs(self) -> bool:
+        """Whether it would keep the graph of an earlier pass alive."""
+        return not all(x.is_leaf for x in self._tensors)
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """How many parameters and layers each module has now."""
+        return [(len(m._parameters), len(m._modules)) for m in self.modules]
+
+    @functools.cached_property
+    def statistics(self) -> list[torch.Tensor]:
+        """The running statistics of norm layers."""
+        return [x for module in self.modules if isinstance(module, NORMS)
+                for name, x in module._buffers.items()
+                if name in STATISTICS and x is not None]
+
+    def shares(self, x: Any) -> bool:
+        """Whether an array in `x` has the memory of one of `arrays`."""
+        found = [t for t in containers.arrays_in(
+            x, lambda t: isinstance(t, torch.Tensor))
+            if t.layout is torch.strided]
+        return bool(found) and not {
+            t.untyped_storage().data_ptr() for t in found}.isdisjoint(
+            t.untyped_storage().data_ptr() for t in self.arrays.values()
+            if t.layout is torch.strided)
 
     def _add(self, module: nn.Module) -> None:
         if id(module) in self._found:
@@ -96,8 +208,10 @@ class Tree:
         self.references[id(module)] = references = []
         self.values[id(module)] = values = []
         for name, x in module.__dict__.items():
-            if isinstance(x, ATOMS) or name in _INTERNAL and not (
-                    name in _HOOKS and x):
+            if name in _HOOKS and isinstance(x, dict) and not x:
+                self._empty.append(x)
+                continue
+            if isinstance(x, ATOMS) or name in _PLAIN:
                 continue
             if self._refers(x):
                 references.append(name)
@@ -114,15 +228,24 @@ class Tree:
                 self._add(module)
             return True
         if isinstance(x, torch.Tensor):
+            self._tensors.append(x)
             if x.requires_grad:
                 self.arrays.setdefault(id(x), x)
             return id(x) in self.arrays
         if id(x) not in self._referring:
             self._referring[id(x)] = False      # while it is read
             self._alive.append(x)
+            held = [*inside(x)]
+            if held and not isinstance(x, (tuple, types.MethodType)) \
+                    or isinstance(x, (set, types.FunctionType)) \
+                    or containers.parts(x) == ([], []):
+                self._inside.append((x, held))
             self._referring[id(x)] = any([self._refers(value)
-                                          for value in inside(x)])
+                                          for value in held])
         return self._referring[id(x)]
+
+
+_requires_grad = attrgetter("requires_grad")
 
 
 def inside(x: Any) -> Iterator[Any]:
@@ -137,6 +260,8 @@ def inside(x: Any) -> Iterator[Any]:
     elif isinstance(x, types.MethodType):
         if isinstance(x.__self__, nn.Module):
             yield x.__self__
+    elif isinstance(x, weakref.WeakMethod):
+        yield from inside(x())
     elif isinstance(x, weakref.ref):
         if isinstance(x(), (nn.Module, torch.Tensor)):
             yield x()
@@ -202,6 +327,8 @@ def _rebuilt(x: Any, new: list[Any]) -> Any:
         return made
     if isinstance(x, types.MethodType):
         return types.MethodType(x.__func__, new[0])
+    if isinstance(x, weakref.WeakMethod):
+        return weakref.WeakMethod(_rebuilt(x(), new))
     if isinstance(x, weakref.ref):
         return weakref.ref(new[0])
     if isinstance(x, (set, frozenset)):

@@ -22,6 +22,11 @@ class WeakTable:
         # When an object is gone another one may get its address.
         return None if entry is None or entry[0].expired() else entry[1]
 
+    def values(self) -> list[Any]:
+        """Those of all objects that live."""
+        return [value for reference, value in list(self._entries.values())
+                if not reference.expired()]
+
     def pop(self, address: int) -> Any:
         """As `get`; the table forgets the value."""
         value = self.get(address)

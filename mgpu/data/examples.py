@@ -1,5 +1,4 @@
 """Split the arguments of a network by examples, and join its outputs."""
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -9,9 +8,9 @@ import numpy as np
 
 from mgpu import environment
 from mgpu.backends import containers
+from mgpu.backends.containers import Batch, Call, Probed
+from mgpu.nested import axis_in
 from mgpu.split import shard_bounds
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 #: calls that ``MGPU_DEBUG=1`` compares with one device
 _COMPARED = 3
@@ -30,11 +29,20 @@ class Arrays(Protocol):
     def to(self, x: Any, device: Any) -> Any:
         """`x` on `device`; its gradient is that of `x`."""
 
+    def device(self, x: Any) -> Any:
+        """Where `x` lies."""
+
     def concat(self, arrays: Sequence[Any], axis: int, device: Any) -> Any:
         """The arrays joined on `device`."""
 
     def to_numpy(self, x: Any) -> np.ndarray:
         """A copy on the host."""
+
+    def sequences(self, x: Any) -> list[Any] | None:
+        """The examples of a packed batch of sequences; None for all else."""
+
+    def packed(self, sequences: Sequence[Any], like: Any) -> Any:
+        """A packed batch of them, in order of length if `like` is."""
 
 
 class _Argument(NamedTuple):
@@ -42,6 +50,7 @@ class _Argument(NamedTuple):
     value: Any
     axis: Any           # of its examples; `list`: an item each; None: whole
     explicit: bool      # the user has named it
+    packed: Any = None  # the packed batch that `value` has been
 
 
 class BatchSplit:
@@ -49,8 +58,8 @@ class BatchSplit:
 
     Parameters
     ----------
-    forward : callable
-        Its parameters give positional arguments their names.
+    names : sequence of str
+        Of forward's parameters: what positional arguments are called.
     batch_axis : int or dict
         The axis of the examples; by argument name, an axis or `list` for a
         list with an item for each example (default 0).
@@ -59,10 +68,10 @@ class BatchSplit:
     arrays : Arrays
     """
 
-    def __init__(self, forward: Callable[..., Any],
+    def __init__(self, names: Sequence[str],
                  batch_axis: int | Mapping[str, Any], whole: Sequence[str],
                  arrays: Arrays) -> None:
-        self._names = list(inspect.signature(forward).parameters)
+        self._names = list(names)
         self._axis, self._arrays = batch_axis, arrays
         self._whole = tuple(whole)
         self._was_split: dict[str, bool] = {}
@@ -83,6 +92,12 @@ class BatchSplit:
         if expected is not None:
             _warn_of_difference(output, expected, self._arrays)
         return output
+
+    def joining(self, bounds: Sequence[tuple[int, int]], device: Any,
+                mode: Any, probe: Callable[[], tuple[Probed | None, int]]
+                ) -> "Joining":
+        """See `Joining`."""
+        return Joining(self, bounds, device, mode, probe)
 
     def size(self, args: Sequence[Any], kwargs: Mapping[str, Any]
              ) -> int | None:
@@ -142,6 +157,33 @@ class BatchSplit:
             return self._arrays.to(array, device)
         return containers.replace(x, self._arrays.is_array, take)
 
+    def with_one_more(self, call: Call, fewer_axes: bool = False) -> Call:
+        """`call` with its first example once more at the end. `fewer_axes`:
+        the last axis of an array without the batch axis has the examples."""
+        args, kwargs = call
+        size, array = self.size(args, kwargs), self._arrays
+        if args and isinstance(args[0], list):      # an entry each, perhaps
+            args = ([*args[0], args[0][0]], *args[1:])
+
+        def more(axis: int, x: Any) -> Any:
+            if fewer_axes:
+                axis = axis_in(x.shape, axis)
+            if len(x.shape) <= axis or x.shape[axis] != size:
+                return x
+            device = array.device(x)
+            return array.concat([x, array.take(x, axis, 0, 1, device)], axis,
+                                device)
+        values = [one.value if one.axis is None
+                  else [*one.value, one.value[0]]
+                  if one.axis is list and one.packed is None
+                  else array.packed([*one.value, one.value[0]], one.packed)
+                  if one.axis is list
+                  else containers.replace(one.value, array.is_array,
+                                          partial(more, one.axis))
+                  for one in self._arguments(args, kwargs)]
+        return tuple(values[:len(args)]), dict(zip(kwargs,
+                                                   values[len(args):]))
+
     @staticmethod
     def bounds(size: int, devices: int) -> list[tuple[int, int]]:
         """Each device's examples, as (start, stop)."""
@@ -166,10 +208,16 @@ class BatchSplit:
                             "it in batch_axis or whole. Its arguments are "
                             f"{', '.join(self._names)}.")
         default = 0 if isinstance(self._axis, Mapping) else self._axis
-        return [_Argument(name, x, None if name in self._whole
-                          else axes.get(name, default), name in axes)
-                for name, x in zip(names, (*args, *kwargs.values()),
-                                   strict=True)]
+        found = []
+        for name, x in zip(names, (*args, *kwargs.values()), strict=True):
+            if name in self._whole:
+                found.append(_Argument(name, x, None, False))
+            elif (items := self._arrays.sequences(x)) is not None:
+                found.append(_Argument(name, items, list, True, x))
+            else:
+                found.append(_Argument(name, x, axes.get(name, default),
+                                       name in axes))
+        return found
 
     def _parts(self, one: _Argument, first: Any, size: int,
                devices: Sequence[Any], bounds: Sequence[tuple[int, int]]
@@ -192,11 +240,13 @@ class BatchSplit:
             split = True
             return arrays.take(x, one.axis, start, stop, device)
         if one.axis is list:
-            return [containers.replace(
+            items = [containers.replace(
                 one.value[start:stop], arrays.is_array,
                 partial(arrays.to, device=device))
                 for device, (start, stop) in zip(devices, bounds,
                                                  strict=True)]
+            return items if one.packed is None else [
+                arrays.packed(own, one.packed) for own in items]
         parts = [containers.replace(one.value, arrays.is_array,
                                     partial(part, device, start, stop))
                  for device, (start, stop) in zip(devices, bounds,
@@ -236,6 +286,60 @@ class BatchSplit:
                            mode, probe).join(list(outputs), "the output", ())
         finally:
             self._known_axes.pop((mode, "probe"), None)
+
+
+class Joining:
+    """Joins what the devices give for the parts of one batch.
+
+    Parameters
+    ----------
+    split : BatchSplit
+    bounds : list of (start, stop)
+        The examples of each device.
+    device : device
+        Where the result lies.
+    mode : hashable
+        See `BatchSplit.join`.
+    probe : callable
+        Returns what a pass of another number of examples gives, and that
+        number; called once at most. None: there is none.
+    """
+
+    def __init__(self, split: BatchSplit, bounds: Sequence[tuple[int, int]],
+                 device: Any, mode: Any,
+                 probe: Callable[[], tuple[Probed | None, int]]) -> None:
+        self._split, self._device, self._mode = split, device, mode
+        self.bounds = list(bounds)
+        self._sizes = [stop - start for start, stop in bounds]
+        self._probe = probe
+        self._probed: tuple[Probed | None, int] | None = None
+
+    def output(self, outputs: Sequence[Any]) -> Any:
+        """The devices' outputs as one."""
+        return self._split.join(outputs, self._sizes, self._device,
+                                self._mode, lambda: self._seen(
+                                    lambda probed: probed.output))
+
+    def attribute(self, values: Sequence[Any], name: str,
+                  place: tuple[int, str]) -> Any:
+        """An attribute's values on the devices as one."""
+        return self._split.join(values, self._sizes, self._device,
+                                (self._mode, place), lambda: self._seen(
+                                    lambda probed: probed.attribute(place)))
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of examples of each device."""
+        return list(self._sizes)
+
+    def batch(self) -> Batch:
+        return Batch(self.bounds, self.attribute, self._split.split_like)
+
+    def _seen(self, get: Callable[[Probed], Any]) -> tuple[Any, int] | None:
+        if self._probed is None:
+            self._probed = self._probe()
+        probed, size = self._probed
+        return None if probed is None else (get(probed), size)
 
 
 def _warn_of_difference(found: Any, expected: Any, arrays: Arrays) -> None:
@@ -279,6 +383,11 @@ class _Joiner(NamedTuple):
         if any(type(other) is not type(x) for other in xs):
             raise ValueError(f"{name} has other types on other devices: "
                              f"{', '.join(type(x).__name__ for x in xs)}.")
+        items = list(map(self.arrays.sequences, xs))
+        if items[0] is not None:
+            return self.arrays.packed([
+                self.arrays.to(item, self.device) for own in items
+                for item in own or ()], x)
         found = containers.parts(x)
         if found is None:
             if not all(other is x or np.all(other == x) for other in xs):

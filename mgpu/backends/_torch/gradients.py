@@ -1,0 +1,136 @@
+"""Gradients of leaves: whether a backward pass overwrites them or adds to
+them, and which of them a step has used."""
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mgpu.backends import messages
+from mgpu.backends._torch.graph import read, total
+from mgpu.backends._torch.ops import name_of_dtype
+from mgpu.backends._torch.weak import WeakTable
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known of one leaf.
+
+    Attributes
+    ----------
+    tensor : weak reference
+    request : str
+        Its grad_req, where it requires a gradient.
+    fresh : bool
+        Whether a backward pass has written the gradient since `mark_used`.
+    hook : object
+        The handle of the hook that tells so; None where there is none.
+    """
+
+    tensor: Any
+    request: str = "write"
+    fresh: bool = False
+    hook: Any = None
+    _last: tuple[Any, int] | None = None    # gradient, version
+
+    def written(self, x: torch.Tensor) -> None:
+        """Torch has reached the leaf `x`, perhaps without a gradient."""
+        last = self._last
+        if x.grad is not None and (
+                last is None or last[0]() is not x.grad
+                or last[1] != x.grad._version):
+            self.note(x, True)
+
+    def note(self, x: torch.Tensor, fresh: bool) -> None:
+        self.fresh = fresh
+        self._last = None if x.grad is None else (
+            weakref.ref(x.grad), x.grad._version)
+
+
+class Gradients:
+    """The part of `mgpu.backends.base.Backend` about gradients."""
+
+    def __init__(self) -> None:
+        self._states = WeakTable()
+
+    def _state(self, x: torch.Tensor) -> _State:
+        found = self._states.get(id(x))
+        if found is None:
+            found = _State(weakref.ref(x))
+            self._states.put(id(x), torch._C._WeakTensorRef(x), found)
+        if found.hook is None and x.requires_grad and x.is_leaf:
+            found.hook = x.register_post_accumulate_grad_hook(found.written)
+        return found
+
+    def attach_grad(self, x: Any, grad_req: str = "write") -> None:
+        messages.check_grad_req(grad_req)
+        if not x.is_floating_point():
+            raise messages.no_float(name_of_dtype(x))
+        if not x.is_leaf:
+            x.detach_()     # a result becomes a leaf, as on MXNet
+        x.grad = None
+        x.requires_grad_(grad_req != "null")
+        state = self._state(x)
+        state.fresh = False
+        if grad_req != "null":
+            state.request = grad_req
+
+    def grad_req(self, x: Any) -> str:
+        """write, add or null."""
+        if not x.requires_grad:
+            return "null"
+        known = self._states.get(id(x))
+        return "write" if known is None else known.request
+
+    def grad(self, x: Any) -> Any:
+        if not x.requires_grad or not x.is_leaf:
+            raise messages.no_gradient()
+        if x.grad is None:
+            with torch.inference_mode(False):
+                x.grad = torch.zeros_like(x)
+            self.mark_used(x)
+        return x.grad
+
+    def is_fresh(self, x: Any) -> bool:
+        known = self._states.get(id(x))
+        # Not known: it was frozen, or another one, when mgpu last looked.
+        return x.grad is not None if known is None or known.hook is None \
+            else known.fresh
+
+    def mark_used(self, x: Any) -> None:
+        self._state(x).note(x, False)
+
+    def has_gradient(self, x: Any) -> bool:
+        return x.grad is not None
+
+    def backward(self, losses: Sequence[Any]) -> None:
+        if not all(loss.requires_grad for loss in losses):
+            raise messages.not_recorded()
+        totals = [total(loss) for loss in losses]
+        leaves, hides = read(losses)
+        if hides:
+            leaves = [x for state in self._states.values()
+                      if (x := state.tensor()) is not None]
+        self._overwrite(totals, leaves)
+
+    def _overwrite(self, totals: Sequence[Any], leaves: Sequence[Any]
+                   ) -> None:
+        """A backward pass that forgets the old gradients of the `leaves` that
+        it reaches, where their request is "write". After an error they are
+        there again."""
+        before = []
+        for x in leaves:
+            known = self._states.get(id(x))
+            if known is not None and known.request == "write" \
+                    and x.requires_grad:
+                before.append((x, x.grad))
+                x.grad = None
+        done = False
+        try:
+            torch.autograd.backward(totals)
+            done = True
+        finally:
+            for x, gradient in before:
+                if not done or x.grad is None:      # it was not reached
+                    x.grad = gradient

@@ -1,0 +1,403 @@
+"""What a pass of `Replicas` computes: Gluon's meaning of a torch network.
+
+Only the copies of modules that a pass makes are changed; the user's modules
+stay as they are.
+"""
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from mgpu.backends import base, messages
+from mgpu.backends._torch import strict
+from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
+                                             INSTANCE_NORMS,
+                                             batch_norm_forward,
+                                             computes_itself,
+                                             dropout_forward,
+                                             gluon_batch_norm, masked_forward,
+                                             takes_masks)
+from mgpu.backends._torch.boundary import Runner
+from mgpu.backends._torch.compiled import (TICKET, Compiled, Ticket,
+                                           define_mask)
+from mgpu.backends._torch.copies import Meaning
+from mgpu.backends._torch.float32 import AsMXNet
+from mgpu.backends._torch.graph import recomputing
+from mgpu.backends._torch.layers import Between, in_place_of, is_open
+from mgpu.backends._torch.modes import saving
+from mgpu.backends._torch.ops import dtype_of
+from mgpu.backends._torch.streams import standing_in
+from mgpu.backends._torch.tree import Tree
+
+if TYPE_CHECKING:
+    from mgpu.backends._torch.network import TorchNetwork
+
+
+class GluonMeaning(Meaning):
+    """Layers train inside of `record` and predict outside, batch norm and
+    dropout are Gluon's, and layers may be watched.
+
+    Parameters
+    ----------
+    network : TorchNetwork
+    devices : sequence of Device
+    """
+
+    def __init__(self, network: "TorchNetwork", devices: Sequence[Any]
+                 ) -> None:
+        self._network, self._devices = network, list(devices)
+        self._handles = [network.backend.handle(d) for d in devices]
+        #: the training flag of each module; None: as its parent's own
+        #: ``train`` says
+        self._modes: list[bool | None] = []
+        #: what the modes depend on
+        self._planned: tuple[Any, bool] = None, False
+        self._paths: list[str] = []
+        #: numbers of the layers that `_forward` may replace
+        self._replaced: list[int] = []
+        self._changed = False       # whether they train, or modes change
+        self._between: dict[int, Between] = {}
+        self._passes: dict[int, _Pass] = {}
+        self._compiled = Compiled(network.backend.threads)
+        self._tickets = [Ticket(partial(network.backend.generator, device))
+                         for device in devices]
+        self._probing = self._refreshed = False
+        #: of the compiled pass; None: layers run one by one
+        self._key: Any = None
+
+    @property
+    def own_statistics(self) -> bool:
+        backend = self._network.backend
+        return backend.is_training() and backend.is_recording() \
+            and self._network.normalise is None
+
+    @property
+    def compiles(self) -> bool:
+        return self._key is not None
+
+    def begin(self, active: Sequence[int], tree: Tree) -> Runner | None:
+        network = self._network
+        training = network.backend.is_training()
+        if self._planned != (weakref.ref(tree), training):
+            self._plan(tree, training)
+        self._between, self._passes = {}, {}
+        self._key = None
+        if network.options.hybridize and not network.by_layer \
+                and not strict.on():
+            define_mask()
+            self._key = (*network.net.modules(), *self._modes,
+                         network.own_arithmetic, *(
+                hook for m in network.net.modules() for table in (
+                    m._forward_hooks, m._forward_pre_hooks)
+                for hook in table.values()))
+        self._refreshed = False
+        return network.runner
+
+    def _plan(self, tree: Tree, training: bool) -> None:
+        self._modes = modes = _modes(self._network.net, training)
+        self.mode, self._paths = (*modes, training), tree.paths
+        layers = tree.modules[:len(modes)]
+        self._replaced = [
+            n for n, layer in enumerate(layers)
+            if isinstance(layer, BATCH_NORMS) or takes_masks(layer)]
+        self._changed = modes != [layer.training for layer in layers] \
+            or any(modes[n] for n in self._replaced)
+        self._planned = weakref.ref(tree), training
+
+    def dresses(self) -> bool:
+        return self._changed or self._network.seen is not None \
+            or self._key is not None
+
+    @contextlib.contextmanager
+    def probing(self, i: int) -> Iterator[None]:
+        generator = self._network.backend.generator(self._devices[i])
+        state, before = generator.get_state(), self._key
+        self._probing, self._key = True, None
+        try:
+            yield
+        finally:
+            self._probing, self._key = False, before
+            generator.set_state(state)
+
+    def allocated(self, i: int, arrays: Sequence[torch.Tensor]) -> None:
+        strict.place(arrays, self._devices[i])
+
+    def dress(self, i: int, net: nn.Module, layers: Sequence[nn.Module]
+              ) -> None:
+        network = self._network
+        if self._changed:
+            _set_modes(net, layers, self._modes)
+        here = self._passes[i] = _Pass(network, self._devices[i],
+                                       lambda: self._take_turn(i))
+        if network.seen is not None and not self._probing:
+            between = self._between[i] = Between(network.seen, i,
+                                                 network.functions)
+            for path, layer in innermost(net):
+                for table in ("_forward_pre_hooks", "_forward_hooks"):
+                    vars(layer)[table] = vars(layer)[table].copy()
+                for _ in watch_layer(layer, path, i, between, network.seen):
+                    pass
+        for n in self._replaced if True in self._modes else ():
+            layer = layers[n]
+            forward = self._forward(net, layer, self._paths[n], i, here) \
+                if layer.training and "forward" not in vars(layer) else None
+            if forward is not None:
+                vars(layer)["forward"] = forward
+        if self._key is not None and not self._refreshed:
+            self._refreshed = True
+            self._compiled.refresh(self._key, net)
+
+    def _forward(self, net: nn.Module, layer: nn.Module, path: str, i: int,
+                 here: "_Pass") -> Callable[..., Any] | None:
+        """What a layer that trains computes by, in the place of its own."""
+        network = self._network
+        if isinstance(layer, BATCH_NORMS):
+            rule = network.normalise or (
+                None if network.own_arithmetic or layer.running_mean is None
+                else gluon_batch_norm)
+            if rule is None or computes_itself(layer):
+                return None
+            return batch_norm_forward(layer, path, rule, i,
+                                      here.keeps_statistics)
+        if network.draw_mask is not None and takes_masks(layer) \
+                and not self._probing:
+            return masked_forward(layer, network.draw_mask, i,
+                                  here.generator, here.masks)
+        if type(layer) in DROPOUTS:
+            return dropout_forward(layer, here.generator,
+                                   lambda: vars(net)["_buffers"][TICKET])
+        return None
+
+    def call(self, i: int, net: nn.Module, args: Any, kwargs: Any) -> Any:
+        network = self._network
+        options, given = network.options, (*args, *kwargs.values())
+        network.backend.check_inputs(given, self._devices[i])
+        if options.channels_last:
+            args = tuple(map(channels_last, args))
+            kwargs = {name: channels_last(x) for name, x in kwargs.items()}
+        with self._around(i):
+            if i in self._passes:
+                self._passes[i].begins()
+            try:
+                output = net(*args, **kwargs) if self._key is None \
+                    else self._compiled(self._key, self._tickets[i], net,
+                                        args, kwargs)
+            except (RuntimeError, ValueError) as error:
+                network.explain(error, given)
+                raise
+        return output if options.autocast is None \
+            else widened(options, output)
+
+    def _around(self, i: int) -> contextlib.AbstractContextManager[Any]:
+        network = self._network
+        options, blocks = network.options, []
+        if network.float32.names or network.float32.watched:
+            blocks.append(AsMXNet(network.float32))
+        if i in self._between and not self._probing:
+            blocks.append(self._between[i])
+        if network.normalise is not None:
+            blocks.append(_NoFunctionalBatchNorm())
+        if options.autocast is not None:
+            blocks.append(autocast(self._handles[i], options))
+        if torch.is_grad_enabled() and not network.backend.is_recording():
+            blocks.append(torch.no_grad())
+        return _inside(blocks) if blocks else contextlib.nullcontext()
+
+    def _take_turn(self, i: int) -> None:
+        if self.queue is not None:
+            self.queue.take_turn(i)
+
+    def turn(self, i: int) -> contextlib.AbstractContextManager[
+            Callable[[], bool]]:
+        return standing_in(self._network.backend.generator(
+            self._devices[i], "functional"))
+
+
+@contextlib.contextmanager
+def _inside(blocks: Sequence[contextlib.AbstractContextManager[Any]]
+            ) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block)
+        yield
+
+
+class _Pass:
+    """One pass of one device, and what a backward pass computes again."""
+
+    def __init__(self, network: "TorchNetwork", device: Any,
+                 take_turn: Callable[[], None]) -> None:
+        self._network, self._device = network, device
+        self._take_turn = take_turn
+        self.masks: dict[int, Any] = {}
+        self._joint = network.normalise is not None
+        self._state: Any = None
+
+    def begins(self) -> None:
+        self._state = saving(), torch.is_grad_enabled()
+
+    def generator(self) -> torch.Generator | None:
+        """The stream of the device's dropout layers; None, torch's default
+        one, inside a checkpoint: that is what it sets again."""
+        network = self._network
+        if self._again():
+            return None
+        if not network.backend.is_recording() or self._joint \
+                or (saving(), torch.is_grad_enabled()) == self._state:
+            return network.backend.generator(self._device)
+        self._take_turn()
+        return None
+
+    def keeps_statistics(self) -> bool:
+        """Whether batch-norm layers update their running statistics now."""
+        return not self._again() and self._network.backend.is_recording()
+
+    def _again(self) -> bool:
+        """Whether a backward pass computes again what layers have
+        computed."""
+        if not recomputing():
+            return False
+        if self._joint:
+            raise RuntimeError(
+                "with batch_norm='sync' the devices meet in the forward pass "
+                "only; received a checkpoint around a batch-norm or dropout "
+                f"layer, which {self._device} computes again by itself. Use "
+                "batch_norm='per_device' or 'average', or leave such layers "
+                "out of checkpoints.")
+        return True
+
+
+# -- training flags -----------------------------------------------------------
+
+def switches(net: nn.Module) -> list[nn.Module]:
+    """The modules whose ``train`` the user has written, without those inside
+    of them."""
+    own = [m for m in net.modules() if getattr(
+        m.train, "__func__", None) is not nn.Module.train]
+    inside = {id(inner) for m in own for inner in m.modules()
+              if inner is not m}
+    return [m for m in own if id(m) not in inside]
+
+
+def _modes(net: nn.Module, training: bool) -> list[bool | None]:
+    """The training flag that each module is to have. One in eval mode under a
+    network in training mode is frozen."""
+    flags: list[bool | None] = [m.training for m in net.modules()]
+    if not training and not flags[0] and True in flags:
+        _check_predicting(net)
+    elif not (training and flags[0]):
+        inside = {id(inner) for m in switches(net) for inner in m.modules()
+                  if inner is not m}
+        return [None if id(m) in inside else training for m in net.modules()]
+    return flags
+
+
+def _check_predicting(net: nn.Module) -> None:
+    """Refuse layers in training mode, in a network that predicts, whose
+    numbers would depend on the rows of each device."""
+    found = [path for path, m in net.named_modules()
+             if m.training and isinstance(m, (*BATCH_NORMS, *INSTANCE_NORMS))
+             and m.running_mean is not None]
+    if found:
+        raise ValueError(
+            "a layer that keeps running statistics does not train in a "
+            f"prediction; received {found} in training mode, in a network in "
+            "eval mode. Call .eval() on them; or, to move their statistics, "
+            "call replicas.net itself.")
+
+
+def _set_modes(net: nn.Module, layers: Sequence[nn.Module],
+               modes: Sequence[bool | None]) -> None:
+    """Set the flags of copies."""
+    places = {id(m): n for n, m in enumerate(layers)}
+    for module in switches(net):    # the user may change more than flags
+        mode = modes[places[id(module)]]
+        if mode is not None and module.training is not mode:
+            module.train(mode)
+    for module, mode in zip(layers, modes, strict=True):
+        if mode is not None and module.training is not mode:
+            vars(module)["training"] = mode
+
+
+# -- single layers ------------------------------------------------------------
+
+def innermost(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers that contain no others, each once, with their paths.
+    Attention is one of them: it does not call the layer that it contains."""
+    inside: set[int] = set()
+    for path, module in net.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            inside.update(map(id, module.children()))
+        elif module._modules:
+            continue
+        if id(module) not in inside:
+            yield path, module
+
+
+def watch_layer(module: nn.Module, path: str, index: int, between: Between,
+                seen: base.LayerCallback) -> Iterator[Any]:
+    """Let `seen` be called after each call of an innermost layer; yields
+    handles."""
+    given: list[Any] = []
+    closed = not is_open(module)
+
+    def begins(_: Any, inputs: Any) -> None:
+        between.inside = closed
+        if getattr(module, "inplace", False):   # it overwrites them
+            inputs = tree_map(_cloned, inputs)
+        given[:] = [inputs]
+
+    def told(_: Any, inputs: Any, outputs: Any) -> Any:
+        between.inside = False
+        between.after = path
+        put = None if recomputing() else seen(path, given[0], outputs, index)
+        return None if put is None else in_place_of(outputs, put)
+    yield module.register_forward_pre_hook(begins)
+    yield module.register_forward_hook(told)
+
+
+def _cloned(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+
+class _NoFunctionalBatchNorm(TorchFunctionMode):
+    """Inside, layers of the user's own do not normalise by the rows of one
+    device."""
+
+    def __torch_function__(self, function: Any, types: Any,
+                           args: tuple[Any, ...] = (), kwargs: Any = None
+                           ) -> Any:
+        kwargs = kwargs or {}
+        if function in (F.batch_norm, torch.batch_norm) and kwargs.get(
+                "training", len(args) > 5 and args[5]):
+            raise messages.not_joined(["F.batch_norm"])
+        return function(*args, **kwargs)
+
+
+def channels_last(x: Any) -> Any:
+    """A 4-d tensor with its channels last in memory; else `x`."""
+    return x.contiguous(memory_format=torch.channels_last) \
+        if isinstance(x, torch.Tensor) and x.dim() == 4 else x
+
+
+def autocast(handle: torch.device, options: base.Options) -> Any:
+    """Torch's autocast of `Options.autocast`."""
+    # No cache of cast weights: a pass uses each weight once, as a rule, and
+    # all threads share the cache.
+    return torch.autocast(handle.type, dtype_of(options.autocast),
+                          cache_enabled=False)
+
+
+def widened(options: base.Options, x: Any) -> Any:
+    """An output of autocast in float32: outputs may be summed, or read by
+    NumPy."""
+    narrow = dtype_of(options.autocast)
+    return tree_map(lambda t: t.float() if isinstance(t, torch.Tensor)
+                    and t.dtype is narrow else t, x)

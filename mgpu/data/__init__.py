@@ -1,0 +1,1 @@
+"""Batches: how they are split and joined."""
