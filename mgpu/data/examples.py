@@ -174,9 +174,7 @@ class BatchSplit:
             return array.concat([x, array.take(x, axis, 0, 1, device)], axis,
                                 device)
         values = [one.value if one.axis is None
-                  else [*one.value, one.value[0]]
-                  if one.axis is list and one.packed is None
-                  else array.packed([*one.value, one.value[0]], one.packed)
+                  else self._of_entries(one, [*one.value, one.value[0]])
                   if one.axis is list
                   else containers.replace(one.value, array.is_array,
                                           partial(more, one.axis))
@@ -219,6 +217,11 @@ class BatchSplit:
                                        name in axes))
         return found
 
+    def _of_entries(self, one: _Argument, entries: Any) -> Any:
+        """Some entries of an argument, in the form that it has."""
+        return entries if one.packed is None \
+            else self._arrays.packed(entries, one.packed)
+
     def _parts(self, one: _Argument, first: Any, size: int,
                devices: Sequence[Any], bounds: Sequence[tuple[int, int]]
                ) -> list[Any]:
@@ -245,8 +248,7 @@ class BatchSplit:
                 partial(arrays.to, device=device))
                 for device, (start, stop) in zip(devices, bounds,
                                                  strict=True)]
-            return items if one.packed is None else [
-                arrays.packed(own, one.packed) for own in items]
+            return [self._of_entries(one, own) for own in items]
         parts = [containers.replace(one.value, arrays.is_array,
                                     partial(part, device, start, stop))
                  for device, (start, stop) in zip(devices, bounds,

@@ -1,4 +1,5 @@
 """The blocks and parameters of a network: their names, kinds and values."""
+import contextlib
 import copy
 import json
 import re
@@ -59,15 +60,13 @@ def own_init(parameter: Any) -> tuple[Any, dict[str, Any]] | None:
     init = parameter.init
     if init is None:
         return None
-    made = init
     if isinstance(init, str):
-        try:
-            made = mx.init.create(init)
-        except (AssertionError, ValueError):
-            return init, {}     # refused where it is drawn by
-    if is_users(made):
-        return made, {}
-    if isinstance(init, str):
+        # A name that nobody knows is refused where it is drawn by.
+        with contextlib.suppress(AssertionError, ValueError):
+            if is_users(made := mx.init.create(init)):
+                return made, {}
+        return init, {}
+    if is_users(init):
         return init, {}
     # A copy: dumps() of a Constant array changes the object itself.
     name, options = json.loads(copy.deepcopy(init).dumps())
