@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves
 
 from mgpu.backends._torch.arithmetic import draw_mask, mask_shape
 
@@ -40,33 +39,11 @@ class Ticket:
         _by_number[number] = self
 
 
-class _Compiling:
-    """Compiled networks run at the same time, but while one may have to be
-    compiled no other runs: while torch traces, it takes calls of compiled
-    functions in other threads for errors."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._running, self._exclusive = 0, False
-
-    @contextlib.contextmanager
-    def __call__(self, exclusive: bool) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._exclusive and not (
-                exclusive and self._running))
-            self._running += 1
-            self._exclusive = exclusive
-        try:
-            with _options() if exclusive else contextlib.nullcontext():
-                yield
-        finally:
-            with self._changed:
-                self._running -= 1
-                self._exclusive = False
-                self._changed.notify_all()
-
-
-compiling = _Compiling()
+# Held while a thread calls compiled code, or compiles it. While torch traces,
+# it takes calls of compiled functions in other threads for errors; and what it
+# looks up to find the code of a call is one for all threads: calls at the same
+# time compile again what is there.
+_alone = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -114,7 +91,6 @@ class Compiled:
         #: by the modes of the modules: a copy of the network, and its
         #: function
         self._known: dict[Any, tuple[nn.Module, Callable[..., Any]]] = {}
-        self._called: set[Any] = set()      # calls that compile nothing
         #: the network that was compiled last, and the tensors of its pass. It
         #: has none itself: code for one that is given its own tensors is not
         #: that for others.
@@ -158,15 +134,8 @@ class Compiled:
         else:
             tensors = _tensors(net)
         tensors[TICKET] = ticket.tensor     # last for all devices
-        call = (key, torch.is_grad_enabled(), *(
-            (x.shape, x.stride(), x.dtype, x.requires_grad)
-            if isinstance(x, torch.Tensor) else repr(x)
-            for x in tree_leaves((args, kwargs))), *kwargs)
-        with compiling(exclusive=call not in self._called), \
-                threads(self._cores):
-            result = self._known[key][1](tensors, args, kwargs)
-        self._called.add(call)
-        return result
+        with _alone, _options(), threads(self._cores):
+            return self._known[key][1](tensors, args, kwargs)
 
 
 def _tensors(net: nn.Module) -> dict[str, Any]:
