@@ -13,7 +13,7 @@ from mgpu import environment, probes
 from mgpu.arguments import integer
 from mgpu.backends import base, messages
 from mgpu.backends._allocator import keep_freed_memory
-from mgpu.backends._torch import modes, strict
+from mgpu.backends._torch import modes, openmp, strict
 from mgpu.backends._torch.arithmetic import MET, TAKEN
 from mgpu.backends._torch.data_parallel import Arrays, DataParallel
 from mgpu.backends._torch.gradients import Gradients
@@ -43,6 +43,14 @@ def _write_flags(recording: bool | None, training: bool | None,
         torch._C._set_grad_enabled(grad)
 
 
+@contextlib.contextmanager
+def _waiting() -> Iterator[None]:
+    """A block in which the caller waits for the devices' threads."""
+    openmp.end_threads()
+    with aside():
+        yield
+
+
 class TorchBackend(Gradients, base.Backend):
     """PyTorch as an engine of mgpu."""
 
@@ -63,7 +71,7 @@ class TorchBackend(Gradients, base.Backend):
         self.threads = threads = environment.threads_per_device()
         self._workers = Workers(
             "mgpu-torch", lambda: torch.set_num_threads(threads),
-            partial(self._carried, True), aside=aside)
+            partial(self._carried, True), aside=_waiting)
 
     # -- devices and arrays -------------------------------------------------
 
