@@ -54,7 +54,7 @@ class _Contender:
 
     def steps(self, count: int, rows: int) -> float:
         """Seconds of `count` steps."""
-        with using_backend(self.backend):
+        with using_backend(self.backend), get_backend().device_threads():
             timer = Timer(self.devices)
             for _ in range(count):
                 self.step(rows)

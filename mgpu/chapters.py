@@ -93,14 +93,13 @@ def auto_parallelism(devices: Any, *, size: int | None = None,
     seconds: dict[str, float | None] = {}
 
     def timed(name: str, where: Any, work: Callable[[], Any]) -> Any:
-        with Benchmark(name, where) as clock:
+        # One device alone computes on as many cores as next to another one.
+        with backend.device_threads(), Benchmark(name, where) as clock:
             result = work()
         seconds[name] = clock.seconds
         return result
 
     def products(*matrices: Any) -> Any:
-        # `parallel` for one matrix too, not a plain call: a device then
-        # computes with the same share of the cores as next to another one.
         return parallel(lambda x: [F.dot(x, x) for _ in range(repeat)],
                         matrices)
 
@@ -220,15 +219,16 @@ def lenet(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
     start = models.lenet_params(init_scale, seed, dtype)
     device_params = [get_params(start, d) for d in devices]
     first, names = device_params[0], [name for name, _ in models.LENET]
-    history = train_epochs(
-        partial(lenet_step, device_params=device_params, devices=devices,
-                lr=lr),
-        _Cast(train_iter, dtype), epochs, devices, progress=progress,
-        animator=animator, description="lenet",
-        weights=lambda: dict(zip(names, first)),
-        evaluate=lambda: evaluate_accuracy_gpu(
-            [lambda X: models.lenet_forward(X, first)],
-            _Cast(test_iter, dtype), devices[0]))
+    with get_backend().device_threads():
+        history = train_epochs(
+            partial(lenet_step, device_params=device_params, devices=devices,
+                    lr=lr),
+            _Cast(train_iter, dtype), epochs, devices, progress=progress,
+            animator=animator, description="lenet",
+            weights=lambda: dict(zip(names, first)),
+            evaluate=lambda: evaluate_accuracy_gpu(
+                [lambda X: models.lenet_forward(X, first)],
+                _Cast(test_iter, dtype), devices[0]))
     return _run(history, train_iter, lr, seed, dtype, init_scale)
 
 
@@ -309,9 +309,10 @@ def resnet18(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
         models.resnet18(in_channels=shape[0]), devices,
         init=initializers.Normal(init_scale), seed=seed, dtype=dtype)
     trainer = Trainer(replicas, "sgd", {"learning_rate": lr})
-    history = train(replicas, _Cast(train_iter, dtype),
-                    _Cast(test_iter, dtype), SoftmaxCrossEntropyLoss(),
-                    trainer, epochs, progress=progress, animator=animator)
+    with get_backend().device_threads():
+        history = train(replicas, _Cast(train_iter, dtype),
+                        _Cast(test_iter, dtype), SoftmaxCrossEntropyLoss(),
+                        trainer, epochs, progress=progress, animator=animator)
     return _run(history, train_iter, lr, seed, dtype, init_scale)
 
 

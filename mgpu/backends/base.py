@@ -1234,6 +1234,11 @@ class Backend(ABC):
         with an InterruptedError instead."""
         return nullcontext
 
+    def device_threads(self) -> ContextManager:
+        """A block in which an operation of this thread uses as many cores as
+        one of several CPU devices does."""
+        return nullcontext()
+
     def aside(self) -> ContextManager:
         """A block in which such a thread waits for other threads, which may
         draw, or run replicas, until it ends."""

@@ -378,6 +378,15 @@ class TorchBackend(Gradients, base.Backend):
                 ) -> Callable[[], base.ContextManager]:
         return partial(undisturbed, stop)
 
+    @contextlib.contextmanager
+    def device_threads(self) -> Iterator[None]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
     def aside(self) -> base.ContextManager:
         return aside()
 
