@@ -119,7 +119,8 @@ VARIABLES = (
     Variable("MGPU_DATA", "The folder with the IDX files of Fashion-MNIST. "
              "Without it: a folder in the user's cache.", data_folder),
     Variable("MGPU_THREADS_PER_DEVICE", "CPU cores of each of several logical "
-             "CPU devices on torch. Without it: 1, as on MXNet.", threads_per_device),
+             "CPU devices on torch. Without it: 1, as on MXNet.",
+             threads_per_device),
     Variable("MGPU_LOGICAL_GPUS", "On torch: this many logical GPUs share the "
              "physical GPUs. Without it: the physical GPUs only.",
              logical_gpus),

@@ -403,6 +403,36 @@ def test_a_backward_pass_after_the_sum_is_refused(backend, devices):
         trainer.step(8)     # sums the new ones
 
 
+def test_a_mean_for_each_device_is_refused(engine):
+    """Sums of them would be applied; each one's share of a mean is right."""
+    def mean(output, labels):
+        return LOSS(output, labels).mean()
+
+    def of_torch(output, labels):
+        from torch.nn.functional import cross_entropy
+        return cross_entropy(output, labels.long())
+    X, y = batch(7)
+    expected, other = sgd(engine, on(0))
+    backward(expected, X, y)
+    other.step(len(X))
+    torchs = mgpu.get_backend().name == "torch"
+    for loss in [mean, of_torch] if torchs else [mean]:
+        replicas, trainer = sgd(engine, on(0, 1, 2))
+        shards, labels = mgpu.split_batch(X, y, replicas.devices)
+        with mgpu.record():
+            losses = [*map(loss, replicas(shards), labels)]
+        before = gradients(replicas)
+        with pytest.raises(ValueError, match="a sum of means is not"):
+            mgpu.backward(losses)
+        assert_unchanged(gradients(replicas), before)
+        with mgpu.record():
+            losses = [loss(output, b) * (len(b) / len(X))
+                      for output, b in zip(replicas(shards), labels)]
+        mgpu.backward(losses)
+        trainer.step(1)
+        assert_close(values(replicas), values(expected))
+
+
 def test_a_penalty_has_the_same_pass_or_is_added(backend, devices):
     """The two cures that the refusal of a second pass names are one number,
     that of the formula; to call allreduce_grads again is right for "add"."""

@@ -1101,6 +1101,13 @@ class Backend(ABC):
         done (MXNet).
         """
 
+    @abstractmethod
+    def mean_on(self, loss: Array) -> Any:
+        """The device whose outputs a recorded loss is the mean of: its last
+        operation is ``mean()``, or a loss function with
+        ``reduction="mean"``. None for other losses: where another operation
+        follows, such as a division, or outputs of all devices are joined."""
+
     # work on several devices
 
     @abstractmethod

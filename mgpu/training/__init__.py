@@ -133,7 +133,8 @@ def backward(losses: Any | Sequence[Any]) -> None:
     TypeError
         Something that is not an array of the backend.
     ValueError
-        No loss at all.
+        No loss at all; or each of several losses is the mean over the
+        examples of one device.
     """
     backend = get_backend()
     if isinstance(losses, NoRows):
@@ -151,6 +152,13 @@ def backward(losses: Any | Sequence[Any]) -> None:
     if not losses:
         raise ValueError("backward needs at least one loss; received none. "
                          "Give some device rows.")
+    means = [*map(backend.mean_on, losses)] if len(losses) > 1 else [None]
+    if None not in means and len(set(means)) > 1:
+        raise ValueError(
+            "the losses of several devices are added up, and a sum of means "
+            f"is not the mean; received {len(losses)} means. Pass one value "
+            "per example (reduction='none') and Trainer.step(batch size), or "
+            "pass the loss function to mgpu.train_batch.")
     with probes.stage("compute", "backward", numbers=numbers):
         backend.backward(losses)
     distributed.current().sums.settle()

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from mgpu.backends._torch import strict
+from mgpu.backends._torch.graph import nodes
 
 _TOKEN = torch.empty(0)
 
@@ -279,6 +280,12 @@ class _Keep(torch.autograd.Function):
         if not unused:
             ctx.ready[ctx.i], ctx.spare = ctx.spare.graph, None
         return None, None, *heads
+
+
+def devices_of(loss: torch.Tensor) -> set[int]:
+    """The devices whose outputs a loss depends on, of several."""
+    return {node.i for node in nodes([loss])
+            if type(node) is _Keep._backward_cls}
 
 
 def told(roots: Sequence[torch.Tensor], ended: Ended

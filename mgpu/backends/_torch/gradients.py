@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mgpu.backends import messages
+from mgpu.backends._torch.boundary import devices_of
 from mgpu.backends._torch.graph import read, total
 from mgpu.backends._torch.ops import name_of_dtype
 from mgpu.backends._torch.weak import WeakTable
@@ -113,6 +114,15 @@ class Gradients:
             leaves = [x for state in self._states.values()
                       if (x := state.tensor()) is not None]
         self._overwrite(totals, leaves)
+
+    def mean_on(self, loss: Any) -> int | None:
+        node = loss.grad_fn if loss.dim() == 0 else None
+        # Loss functions that are one operation keep the reduction; 1: mean.
+        if type(node).__name__ != "MeanBackward0" \
+                and getattr(node, "_saved_reduction", None) != 1:
+            return None
+        devices = devices_of(loss)
+        return devices.pop() if len(devices) == 1 else None
 
     def _overwrite(self, totals: Sequence[Any], leaves: Sequence[Any]
                    ) -> None:

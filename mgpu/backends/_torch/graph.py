@@ -12,19 +12,24 @@ def read(losses: Sequence[Any]) -> tuple[list[Any], bool]:
     whether there may be more: reentrant checkpoints hide what is inside
     them."""
     leaves, hides = [loss for loss in losses if loss.is_leaf], False
-    seen = {loss.grad_fn for loss in losses if not loss.is_leaf}
-    waiting = list(seen)
-    for node in waiting:
+    for node in nodes(losses):
         kind = type(node)
         if kind is _Accumulate:
             leaves.append(node.variable)
-            continue
         hides |= kind.__name__ == "CheckpointFunctionBackward"
+    return leaves, hides
+
+
+def nodes(losses: Sequence[Any]) -> list[Any]:
+    """All nodes that the losses depend on."""
+    seen = {loss.grad_fn for loss in losses if not loss.is_leaf}
+    found = list(seen)
+    for node in found:
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
-                waiting.append(following)
-    return leaves, hides
+                found.append(following)
+    return found
 
 
 def total(loss: Any) -> Any:
