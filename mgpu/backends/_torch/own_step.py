@@ -267,12 +267,13 @@ def write_memory(optimizer: Any, arrays: Mapping[str, Any],
             found[name][slot if keys is None else keys[slot]] = value
     for name, x in arrays.items():
         optimizer.state.pop(x, None)
-        if not counts.get(name) or not found[name]:
+        # Before its first step, SGD has no buffer, Adagrad has its sums.
+        if not found[name] or family == "sgd" and not counts.get(name):
             continue
         state = optimizer.state[x]
         if family and family != "sgd":
             state["step"] = torch.tensor(
-                float(counts[name]), dtype=torch.get_default_dtype())
+                float(counts.get(name, 0)), dtype=torch.get_default_dtype())
         for key, value in found[name].items():
             state[key] = torch.as_tensor(
                 value, dtype=x.dtype if np.ndim(value) else None,
