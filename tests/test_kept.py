@@ -825,14 +825,21 @@ def test_a_leaf_that_the_forward_pass_writes_to(name, devices):
 
 
 @TORCH
-def test_a_buffer_with_a_gradient_is_refused_on_several_devices(
-        name, devices):
+def test_a_buffer_with_a_gradient(name, devices):
+    """No trainer moves it; its gradient is that of one device."""
     import torch
-    with using_engine(name) as engine:
+
+    def new():
         net = network(engine, lambda net, x, F: net.b(net.a(x)) * net.gain)
-        net.register_buffer("gain", torch.ones(3).requires_grad_())
-        with pytest.raises(ValueError, match=r"requires_grad in \['gain'\]"):
-            mgpu.initialize(net, devices)
+        net.register_buffer("gain", torch.ones(
+            3, dtype=torch.float64, requires_grad=True))
+        made.append(net)
+        return net
+    made = []
+    with using_engine(name) as engine:
+        trains_as_plain(engine, new, devices, data=batches(1))
+        one, several = (net.gain.grad.numpy() for net in made)
+        assert relative_difference(several, one) < 1e-12
 
 
 # -- what calls of the network itself leave -----------------------------------

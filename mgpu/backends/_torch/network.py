@@ -1,7 +1,6 @@
 """A user's `torch.nn.Module` on several devices."""
 import contextlib
 import copy
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -260,9 +259,8 @@ class TorchNetwork(base.Network):
         return True
 
     def check(self, dtype, devices) -> None:
-        layers = list(self.net.named_modules())
         tables: list[tuple[str, Any]] = [
-            (path, m) for path, m in layers
+            (path, m) for path, m in self.net.named_modules()
             if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
         sparse = [joined(path, "weight") for path, m in tables if m.sparse]
         if sparse:
@@ -277,29 +275,6 @@ class TorchNetwork(base.Network):
                 f"received sparse, complex or float8 ones: {other}. Keep a "
                 "constant in a plain attribute, and complex numbers as "
                 "pairs.")
-        proxies = [joined(path, name) for path, m in layers
-                   for name, child in m._modules.items()
-                   if type(child) in weakref.ProxyTypes]
-        if proxies:
-            raise ValueError(
-                "a layer of a network is the layer itself, which torch moves "
-                f"to a device; received weakref.proxy as {proxies}. Keep what"
-                " is registered elsewhere in a list: self.other = [layer].")
-        scripted = [path for path, m in layers
-                    if isinstance(m, torch.jit.ScriptModule)]
-        if scripted:
-            raise ValueError(
-                "a network consists of nn.Module layers; received TorchScript"
-                f" in {scripted}. Pass the module that it was made from, and "
-                "hybridize=True to compile it.")
-        trained = [joined(path, name)
-                   for path, _, name, b in walk(self.net, "_buffers")
-                   if b.requires_grad]
-        if trained and len(devices) > 1:
-            raise ValueError(
-                "on several devices a buffer has no gradient, which would be "
-                "that of the rows of one device; received requires_grad in "
-                f"{trained}. Make it an nn.Parameter.")
         counted = [path for path, m in tables if m.scale_grad_by_freq]
         if counted and len(devices) > 1:
             raise ValueError(
@@ -307,13 +282,6 @@ class TorchNetwork(base.Network):
                 f"received scale_grad_by_freq=True in {counted}, which counts "
                 "words in the rows of each device. Use one device, or "
                 "scale_grad_by_freq=False.")
-        written = [path for path, m in tables if m.max_norm is not None]
-        if written and len(devices) > 1:
-            raise ValueError(
-                "on several devices a forward pass leaves the weights as they"
-                f" are; received max_norm in {written}, with which each "
-                "device changes the rows that it meets. Use one device, or "
-                "no max_norm and torch.renorm after each step.")
 
     def prepare(self, options: base.Options, devices: Sequence[Any]) -> None:
         if options.hybridize:
