@@ -98,7 +98,7 @@ MUTANTS = [
     mutant("streams-not-restored",
            "masks after a checkpoint are others",
            "checkpoint:load",
-           'for A in B:\n    put()',
+           'put_streams()',
            "pass",
            killer="test_checkpoint.py::test_a_resumed_run_is_the_uninterrup"
                   "ted_one"),
@@ -111,7 +111,7 @@ MUTANTS = [
                   "nterrupted_training"),
     mutant("buffers-of-one-device",
            "all devices get those of the first",
-           "_of_all_ranks",
+           "checkpoint:_joined",
            "np.stack(every)",
            "np.stack([every[0]] * len(every))",
            killer="test_checkpoint.py::test_a_resumed_run_is_the_uninterrup"
