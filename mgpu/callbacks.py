@@ -208,9 +208,8 @@ class Calls:
         if [name for name, *_ in saved] != names:
             raise ValueError(
                 "train resumes with the callbacks that it has begun with; "
-                f"received {names} for a checkpoint with the states of "
-                f"{[name for name, *_ in saved]}. Pass the same, or use "
-                "another checkpoint_dir.")
+                f"received {names} for {[name for name, *_ in saved]}. Pass "
+                "the same, or use another checkpoint_dir.")
 
     def restore(self, saved: Sequence[Any], arrays: Mapping[str, np.ndarray]
                 ) -> bool:
@@ -240,10 +239,8 @@ class _Monitor(_Lasting):
 
     def fit(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
         if self._monitor == "test_acc" and not evaluates:
-            raise ValueError(
-                "monitor='test_acc' takes a training with test_iter or "
-                "evaluate; received neither. Pass one, or "
-                "monitor='train_loss'.")
+            raise ValueError("monitor='test_acc' takes a training with "
+                             "test_iter or evaluate; received neither.")
 
     def begin(self, replicas: Replicas) -> None:
         """`train` begins. It starts anew, until `restore`."""
@@ -324,8 +321,7 @@ class EarlyStopping(_Monitor):
             raise ValueError(
                 "a checkpoint of several processes holds no best weights; "
                 "received restore_best=True with checkpoint_dir. Use "
-                "mgpu.callbacks.Checkpoint, which writes them to a file of "
-                "their own.")
+                "mgpu.callbacks.Checkpoint.")
 
     def begin(self, replicas: Replicas) -> None:
         super().begin(replicas)
@@ -478,10 +474,8 @@ class EMA(_Lasting):
 
     def _of(self) -> Replicas:
         if self._replicas is None or not self._averages:
-            raise RuntimeError(
-                "averages begin with the first step; received no update yet. "
-                "Pass the EMA to mgpu.train(callbacks=[ema]), or call "
-                "ema.update(replicas) after a step.")
+            raise RuntimeError("averages begin with the first step; received "
+                               "no update yet. Call ema.update(replicas).")
         return self._replicas
 
     @contextlib.contextmanager
@@ -513,9 +507,8 @@ class EMA(_Lasting):
                 p.set_data(x)
         if changed:
             raise RuntimeError(
-                "EMA.applied is for predictions: its averages go again at "
-                f"the end of the block; received a change of {changed[0]!r} "
-                "in it, which is undone. Train outside of it.")
+                "EMA.applied is for predictions; received a change of "
+                f"{changed[0]!r}, which is undone. Train outside of it.")
 
     def state(self) -> State:
         return self.updates, self.averages() if self.updates else {}

@@ -333,9 +333,9 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
     put_states = checked(trainer.fit_states, states, "the checkpoint")
     if seed is None and place != own_place:
         wrong.append(
-            "random streams belong to an engine and its devices; received "
-            f"a checkpoint of {_place(*place)} for {_place(*own_place)}. "
-            f"Pass {cure} to begin new streams, or use the same devices.")
+            "random streams belong to devices; received a checkpoint of "
+            f"{_place(*place)} for {_place(*own_place)}. Pass {cure} to begin "
+            "new streams, or use the same devices.")
     checked(_check_position, header["position"], source)
     checked(_check_extra, replicas, extra)
     if wrong:
@@ -435,19 +435,17 @@ def _check_between_steps(replicas: Replicas, trainer: Trainer) -> None:
                 or p.grad_req == "add"
                 and backend.to_numpy(p.grad()).any()):
             raise RuntimeError(
-                "a checkpoint holds no gradients; received a gradient of "
-                f"{p.name!r} that no step has applied, or that is added to. "
-                "Save after Trainer.step or, where no step is to apply it, "
-                "after Replicas.zero_grad.")
+                "a checkpoint holds no gradients; received one of "
+                f"{p.name!r}. Save after Trainer.step or, where no step is to "
+                "apply it, after Replicas.zero_grad.")
 
 
 def _source(data: Any) -> BatchIterator:
     source = order_of(data)
     if source is None:
         raise TypeError(
-            "a position is that of a BatchIterator (mgpu.datasets), or of "
-            f"mgpu.prefetch of one; received {type(data).__name__}. Leave "
-            "data out, and bring your data to its place yourself.")
+            "data is a BatchIterator (mgpu.datasets), or mgpu.prefetch of "
+            f"one; received {type(data).__name__}. Leave it out.")
     return source
 
 
@@ -471,10 +469,8 @@ def _check_position(saved: Any, source: BatchIterator | None) -> None:
         if saved["position"][1] >= len(source):
             wrong.append(f"batch {saved['position'][1]} of {len(source)}")
     if wrong:
-        raise ValueError(
-            f"a position counts the batches of one order; received "
-            f"{'; '.join(wrong)}. Pass as data what the run that saved "
-            "passed.")
+        raise ValueError(f"received {'; '.join(wrong)}. Pass as data what "
+                         "the run that saved passed.")
 
 
 def _own_values(replicas: Replicas, values: Mapping[str, np.ndarray],
@@ -512,9 +508,8 @@ def _check_extra(replicas: Replicas, extra: Mapping[str, list[Any]]) -> None:
     names = replicas.network.extra_names()
     if set(extra) != set(names):
         raise ValueError(
-            "a checkpoint holds what get_extra_state of the network's layers "
-            f"gives; received {sorted(extra)} for {names}. Use the network "
-            "that was saved (older versions of mgpu saved none).")
+            "a checkpoint holds the extra states of layers; received "
+            f"{sorted(extra)} for {names}. Use the network that was saved.")
     for name, every in extra.items():
         if len(every) not in (1, replicas.span.total):
             raise ValueError(_differ("extra states", name, len(every),

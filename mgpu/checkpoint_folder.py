@@ -53,16 +53,13 @@ class Folder:
         if isinstance(train_iter, Prefetched) and (
                 prefetch or isinstance(train_iter.data, Prefetched)):
             raise ValueError(
-                "with checkpoint_dir one thread draws ahead, or the place in "
-                "the data is lost; received mgpu.prefetch of "
-                f"{type(train_iter.data).__name__}, and prefetch={prefetch}. "
-                "Pass the data itself with prefetch=, or mgpu.prefetch of it "
-                "without.")
+                "with checkpoint_dir one thread draws ahead; received "
+                f"mgpu.prefetch of {type(train_iter.data).__name__}, and "
+                f"prefetch={prefetch}. Pass one of the two.")
         if every is not None and not self.midway:
             raise ValueError(
-                "checkpoint_every takes data whose place in an epoch can be "
-                "found again: a BatchIterator (mgpu.datasets), mgpu.prefetch "
-                "of one, or a list of batches; received "
+                "checkpoint_every takes a BatchIterator (mgpu.datasets), "
+                "mgpu.prefetch of one, or a list of batches; received "
                 f"{type(train_iter).__name__}. Leave it out: a checkpoint is "
                 "written at the end of each epoch.")
         self._at: tuple[int, int] | None = None     # of the last file
@@ -97,9 +94,8 @@ class Folder:
             found = self._files()
             if found and resume is None:
                 raise FileExistsError(
-                    "a run has a folder of its own; received "
-                    f"{self._path!r}, which holds {len(found)} checkpoints. "
-                    "Pass resume='auto' to go on from the newest, or another "
+                    f"{self._path!r} holds {len(found)} checkpoints. Pass "
+                    "resume='auto' to go on from the newest, or another "
                     "checkpoint_dir.")
             path, contents = self._newest(found)
             if contents is not None:
@@ -134,13 +130,11 @@ class Folder:
                     raise CheckpointCorrupt(
                         "train resumes its own checkpoints; received "
                         f"{path!r}, one of mgpu.save_checkpoint. Load it with "
-                        "mgpu.load_checkpoint, and use another "
-                        "checkpoint_dir.")
+                        "mgpu.load_checkpoint.")
                 if path != self._name(loop):
                     raise CheckpointCorrupt(
-                        "the name of a checkpoint has the number of its "
-                        f"steps; received {path!r}, of {_steps(loop)} steps. "
-                        "Give it its name back, or remove it.")
+                        f"{path!r} is of {_steps(loop)} steps. Give it its "
+                        "name back, or remove it.")
                 return path, contents
             except CheckpointCorrupt as error:
                 if path == found[-1]:
@@ -154,16 +148,14 @@ class Folder:
         """Refuse to resume with other arguments of `train`."""
         if loop["epochs"] > num_epochs:
             raise ValueError(
-                "num_epochs counts the epochs before a resume too; received "
-                f"{num_epochs} for a checkpoint after {loop['epochs']}. Train "
-                "further, or use another checkpoint_dir.")
+                f"received num_epochs={num_epochs} for a checkpoint after "
+                f"{loop['epochs']}. Train further.")
         for name, value in self._common.items():
             if loop.get(name, value) != value:
                 raise ValueError(
-                    "train resumes with the data and the accumulate that it "
-                    f"has begun with; received {name}={value} for a "
-                    f"checkpoint with {loop[name]} (batches: of a list). Pass "
-                    "the same, or use another checkpoint_dir.")
+                    f"received {name}={value} for a checkpoint with "
+                    f"{loop[name]} (batches: of a list). Pass the same, or "
+                    "use another checkpoint_dir.")
         self._check_callbacks(loop.get("callbacks", ()))
 
     def rest(self, batches: Iterable[Any], used: int) -> Iterable[Any]:
@@ -213,8 +205,7 @@ class Folder:
         if not os.path.exists(self._path) or not os.path.samestat(
                 os.fstat(self._descriptor), os.stat(self._path)):
             raise FileNotFoundError(
-                "the folder of a run stays where it is; received "
-                f"{self._path!r}, which was moved or removed since train "
+                f"the folder {self._path!r} was moved or removed since train "
                 "has begun. No checkpoint was written. Move it back, and "
                 "train with resume='auto'.")
 
@@ -247,9 +238,8 @@ def _alone(path: str) -> Iterator[int]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise BlockingIOError(
-                "a run has a folder of its own; received "
-                f"{path!r}, in which another training runs now. Wait for its "
-                "end, or pass another checkpoint_dir.") from error
+                f"another training runs now in {path!r}. Wait for its end, "
+                "or pass another checkpoint_dir.") from error
         except OSError:     # not every file system can
             pass
         yield descriptor

@@ -35,8 +35,7 @@ def path_of(file: FilePath) -> str:
     number for the descriptor of an open file, and close that."""
     if not isinstance(file, (str, os.PathLike)):
         raise TypeError("a path names a file; received "
-                        f"{type(file).__name__}. Pass a text, for example "
-                        "'run.npz', or a pathlib.Path.")
+                        f"{type(file).__name__}. Pass a text or a Path.")
     path = os.fsdecode(file)
     if "\0" in path:
         raise ValueError("a path has no null character; received "
@@ -50,9 +49,8 @@ def check_not_read(file: FilePath, *read: FilePath | None) -> None:
     for path in read:
         if path is not None and os.path.exists(file) \
                 and os.path.exists(path) and os.path.samefile(file, path):
-            raise ValueError("a file that is read is not written over; "
-                             f"received {path_of(file)!r} for both. Name "
-                             "another file to write.")
+            raise ValueError(f"received {path_of(file)!r} to read and to "
+                             "write. Name another file to write.")
 
 
 def check_not_other(part: str, file: FilePath,
@@ -60,9 +58,8 @@ def check_not_other(part: str, file: FilePath,
     """Refuse to let `part` replace a `file` of other contents
     (FileExistsError), such as a person's edits."""
     if os.path.isfile(file) and not filecmp.cmp(part, file, shallow=False):
-        raise FileExistsError("a file that is there is not replaced by "
-                              f"another one; received {path_of(file)!r}. "
-                              + cure)
+        raise FileExistsError(f"{path_of(file)!r} is there, with other "
+                              f"contents. {cure}")
 
 
 def check_file(file: FilePath) -> str:

@@ -26,44 +26,44 @@ AT_EXIT = 10.0
 _NAME = "mgpu-prefetch"
 
 
-class _Threads:
-    """They draw, or wait for something to draw, and never end: MXNet does
-    not give back what a thread's random streams take (5 MB)."""
-
-    def __init__(self) -> None:
-        self._reset()
-        # A forked child has none of its parent's threads.
-        os.register_at_fork(after_in_child=self._reset)
-
-    def _reset(self) -> None:
-        self._work: queue.SimpleQueue = queue.SimpleQueue()
-        self._idle: list[bool] = []     # an entry for each that waits
-
-    def hand_out(self, job: list[Callable[[], Any]],
-                 ended: queue.SimpleQueue) -> None:
-        """Let a thread take the function out of `job` and call it; then
-        `ended` has an entry."""
-        try:
-            self._idle.pop()
-        except IndexError:
-            threading.Thread(target=self._loop, name=f"{_NAME}-idle",
-                             daemon=True).start()
-        self._work.put((job, ended))
-
-    def _loop(self) -> None:
-        thread = threading.current_thread()
-        while True:
-            job, ended = self._work.get()
-            _here.ended = ended
-            thread.name = _NAME
-            job.pop()()     # no reference to it stays here
-            thread.name = f"{_NAME}-idle"
-            self._idle.append(True)
-            ended.put(True)
-
-
-_threads = _Threads()
+# Threads that draw, or wait for something to draw, never end: MXNet does not
+# give back what a thread's random streams take (5 MB).
+_work: queue.SimpleQueue = queue.SimpleQueue()
+_idle: list[bool] = []          # an entry for each that waits
 _here = threading.local()       # .ended: of what this thread draws
+
+
+def _reset() -> None:
+    """A forked child has none of its parent's threads."""
+    global _work
+    _work = queue.SimpleQueue()
+    _idle.clear()
+
+
+os.register_at_fork(after_in_child=_reset)
+
+
+def _hand_out(job: list[Callable[[], Any]], ended: queue.SimpleQueue) -> None:
+    """Let a thread take the function out of `job` and call it; then `ended`
+    has an entry."""
+    try:
+        _idle.pop()
+    except IndexError:
+        threading.Thread(target=_loop, name=f"{_NAME}-idle", daemon=True
+                         ).start()
+    _work.put((job, ended))
+
+
+def _loop() -> None:
+    thread = threading.current_thread()
+    while True:
+        job, ended = _work.get()
+        _here.ended = ended
+        thread.name = _NAME
+        job.pop()()     # no reference to it stays here
+        thread.name = f"{_NAME}-idle"
+        _idle.append(True)
+        ended.put(True)
 
 
 def prefetch(data: Iterable[Any], depth: int = 1, *, devices: Any = None
@@ -211,7 +211,7 @@ class Prefetched:
             # Code of an engine aborts where the interpreter ends under it.
             atexit.register(end, AT_EXIT)
             try:
-                _threads.hand_out(job, ended)
+                _hand_out(job, ended)
                 while True:
                     with backend.aside():
                         box = drawn.get()

@@ -500,15 +500,12 @@ HOSTILE_CHECKPOINT = {
     "group": lambda header, arrays: arrays.update({"code:x": np.ones(1)}),
     "stream": lambda header, arrays: header["streams"][0]["text"].update(
         seed="-1"),
-    "ranks": lambda header, arrays: header.update(ranks=[1]),
     "shape": lambda header, arrays: arrays.update(
         {"value:0.weight": np.ones(3)}),
-    "missing": lambda header, arrays: arrays.pop("value:0.weight"),
     "batch": lambda header, arrays: header["position"].update(
         position=[0, 77]),
     "order": lambda header, arrays: header["position"].pop("seed"),
     "extra": lambda header, arrays: header.update(extra={"x": [["set", []]]}),
-    "devices": lambda header, arrays: header.update(devices=[1, 2, 3]),
     "name": lambda header, arrays: arrays.update({"value:../x": np.ones(1)}),
 }
 

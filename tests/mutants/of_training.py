@@ -98,8 +98,8 @@ MUTANTS = [
     mutant("streams-not-restored",
            "masks after a checkpoint are others",
            "checkpoint:load",
-           'put_streams()',
-           "pass",
+           "put_streams()",
+           "None",
            killer="test_checkpoint.py::test_a_resumed_run_is_the_uninterrup"
                   "ted_one"),
     mutant("counts-not-loaded",
