@@ -39,6 +39,9 @@ FAMILIES = ("sgd", "nag", "adam", "adamax", "nadam", "rmsprop", "adagrad",
 _OWN_RATE = ("adam", "rmsprop", "adamax", "nadam", "signum")
 #: by how much a number is off at most, relative to it, as float32
 _ROUNDED = 2.0 ** -24
+#: what is in the options of a Module's optimiser, and no option of it
+_OF_MODULE = {"begin_num_update", "rescale_grad", "lr_scheduler",
+              "multi_precision", "lazy_update"}
 _RESCALE = ("pass its rescale_grad in optimizer_params (MXNet's own is 1.0), "
             "and batch_size=, the rows")
 _EACH_ITS_OWN = ("with kvstore=None each had its own weights, and nothing "
@@ -284,14 +287,11 @@ def _given(optimizer: Any, params: Mapping[str, Any] | None, schedule: Any,
            batch_size: float | None) -> _Saved | None:
     """What the caller says of the optimiser of a Module."""
     options = dict(by_name("optimizer_params", params))
-    named = not isinstance(optimizer, Optimizer)
-    known = {} if optimizer is None else {
-        key: options.pop(key) for key in (
-            "begin_num_update", "rescale_grad", "lr_scheduler",
-            "multi_precision", "lazy_update") if key in options}
-    if options and (optimizer is None or not named):
+    named, notes = not isinstance(optimizer, Optimizer), list[str]()
+    known = {key: options.pop(key) for key in _OF_MODULE & options.keys()}
+    if params and (optimizer is None or options and not named):
         raise ValueError("optimizer_params go with an optimiser's name; "
-                         f"received {sorted(options)} with "
+                         f"received {sorted(params)} with "
                          f"{'no' if named else 'an Optimizer'} object.")
     if optimizer is None:
         return None
@@ -300,35 +300,33 @@ def _given(optimizer: Any, params: Mapping[str, Any] | None, schedule: Any,
                          "argument and one in optimizer_params.")
     schedule = known.get("lr_scheduler") or schedule
     begin = integer("begin_num_update", known.get("begin_num_update", 0), 0)
-    scale = number("rescale_grad", known["rescale_grad"]) \
-        if "rescale_grad" in known else None
     name = str(optimizer).lower() if named else optimizer.family
     if name in optimizers.RULES["gluon"].keys() - {*FAMILIES, "adamw"}:
         raise NotImplementedError(_unread(repr(optimizer)))
     if named:
         optimizer = optimizers.create(name, **_limits(name, options))
-        if "learning_rate" not in options and name not in _OWN_RATE \
-                and hasattr(schedule, "base_lr"):
-            optimizer.learning_rate = schedule.base_lr
-    saved = _Saved(optimizer, schedule, True, named, scale is not None,
-                   begin, begin)
+        if "learning_rate" not in options and name not in _OWN_RATE:
+            optimizer.learning_rate = getattr(schedule, "base_lr",
+                                              optimizer.learning_rate)
     if "begin_num_update" not in known:
-        saved.notes.append(
+        notes.append(
             "the counts of updates begin at 0, as in MXNet: pass the updates "
             "so far as begin_num_update in optimizer_params where a schedule "
             "or a correction of Adam's goes on")
-    if scale is None:
-        saved.notes.append(
-            "rescale_grad is one over the rows of a batch, as of an optimiser "
-            f"by name; if it had an object, {_RESCALE}")
-        saved.scale = batch_size and 1 / check_batch_size(batch_size)
-    elif batch_size is None:
-        raise ValueError(f"received rescale_grad={scale!r} of a Module. Pass "
-                         "batch_size=, the rows of its batch, too.")
+    scale, rescaled = None, "rescale_grad" in known
+    if rescaled:
+        scale = number("rescale_grad", known["rescale_grad"])
+        if batch_size is None:
+            raise ValueError(f"received rescale_grad={scale!r} of a Module. "
+                             "Pass batch_size=, the rows of its batch, too.")
+        notes.append(_divisor(scale, batch_size))
     else:
-        saved.scale = scale
-        saved.notes.append(_divisor(scale, batch_size))
-    return saved
+        notes.append("rescale_grad is one over the rows of a batch, as of an "
+                     f"optimiser by name; if it had an object, {_RESCALE}")
+        if batch_size is not None:
+            scale = 1 / check_batch_size(batch_size)
+    return _Saved(optimizer, schedule, True, named, rescaled, begin, begin,
+                  scale=scale, notes=notes)
 
 
 def _limits(family: str, options: dict[str, Any]) -> dict[str, Any]:

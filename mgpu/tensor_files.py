@@ -129,6 +129,9 @@ def _plan(entries: Mapping[str, Any], size: int
     end = 0
     for name, entry in sorted(entries.items(),
                               key=lambda item: item[1]["data_offsets"]):
+        if entry["dtype"] not in DTYPES:
+            raise Damaged(f"array {name[:200]!r} is of {entry['dtype']}, "
+                          "which NumPy does not have")
         dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
         begin, stop = entry["data_offsets"]
         count = math.prod(shape) * np.dtype(dtype).itemsize
