@@ -97,10 +97,9 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
 
 
 def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
-          data: Data, loop: Mapping[str, Any] | None = None,
-          called: Mapping[str, np.ndarray] | None = None) -> None:
-    """`save_checkpoint`. `loop`: where `train` is, fit for JSON. `called`:
-    arrays of its callbacks."""
+          data: Data, loop: Mapping[str, Any] | None = None) -> None:
+    """`save_checkpoint`. `loop`: where `train` is, fit for JSON, but for the
+    "arrays" of its callbacks."""
     check_pair(replicas, trainer)
     world, backend = replicas.span.world, replicas.backend
     with world.telling():
@@ -112,8 +111,10 @@ def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
                 {name: [state] for name, state in
                  replicas.network.extra_states().items()}, backend)
             arrays = {f"slot:{name}": x for name, x in slots.items()}
-            arrays |= {f"called:{name}": x
-                       for name, x in (called or {}).items()}
+            if loop is not None:
+                loop = dict(loop)
+                arrays |= {f"called:{name}": x
+                           for name, x in loop.pop("arrays").items()}
             own = {f"extra:{name}": x for name, x in more.items()}
             for p in replicas.all_parameters():
                 if p.kind in BUFFERS:
@@ -317,9 +318,8 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
     states, extra, groups = _unpacked(header, arrays)
     devices = span.world.gather("load_checkpoint: devices",
                                 list(map(str, replicas.devices)))
-    own_place = (backend.name, [name for names in devices for name in names],
-                 list(map(len, devices)))
-    place = str(header["engine"]), header["devices"], header["ranks"]
+    place = {"engine": backend.name, "ranks": [*map(len, devices)],
+             "devices": [name for names in devices for name in names]}
     wrong: list[str] = []
 
     def checked(check: Callable[..., Any], *arguments: Any) -> Any:
@@ -331,11 +331,11 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
     values = _own_values(replicas, groups["value"], count, wrong)
     put_values = checked(replicas.fit_numpy, values)
     put_states = checked(trainer.fit_states, states, "the checkpoint")
-    if seed is None and place != own_place:
+    if seed is None and any(header[name] != x for name, x in place.items()):
         wrong.append(
             "random streams belong to devices; received a checkpoint of "
-            f"{_place(*place)} for {_place(*own_place)}. Pass {cure} to begin "
-            "new streams, or use the same devices.")
+            f"{_words(header)} for {_words(place)}. Pass {cure} to begin new "
+            "streams, or use the same devices.")
     checked(_check_position, header["position"], source)
     checked(_check_extra, replicas, extra)
     if wrong:
@@ -368,9 +368,9 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
     return loop and {**loop, "arrays": groups["called"]}
 
 
-def _place(engine: str, devices: Sequence[str], ranks: Sequence[int]) -> str:
-    return (f"{engine} in {len(ranks)} processes, on "
-            f"[{', '.join(map(str, devices))}]")
+def _words(place: Mapping[str, Any]) -> str:
+    return (f"{place['engine']} in {len(place['ranks'])} processes, on "
+            f"[{', '.join(place['devices'])}]")
 
 
 def _fit_streams(header: Mapping[str, Any], groups: Mapping[str, Arrays],

@@ -180,14 +180,14 @@ class Folder:
         states, arrays = calls or ([], {})
         loop = {"epochs": epochs, "sizes": list(sizes), "history": history,
                 "test_epoch": self._test_epoch, "callbacks": states,
-                **self._common}
+                "arrays": arrays, **self._common}
         if self._at == (epochs, _steps(loop)):
             return
         path, is_main = self._name(loop), self._replicas.span.world.is_main
         if is_main:
             self._check_there()
         checkpoint.write(path, self._replicas, self._trainer, self._source,
-                         loop, arrays)
+                         loop)
         self._at = epochs, _steps(loop)
         if is_main:
             self._damaged.discard(path)
