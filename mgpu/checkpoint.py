@@ -103,7 +103,7 @@ def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
     check_pair(replicas, trainer)
     world, backend = replicas.span.world, replicas.backend
     with world.telling():
-        position = None if data is None else _position(data)
+        position = None if data is None else _export_position(data)
         with replicas.owned():
             _check_between_steps(replicas, trainer)
             states, slots = trainer_states.pack(trainer.export_states())
@@ -133,17 +133,17 @@ def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
                     name: digest_of(x) for name, x in arrays.items()}},
                 "These are the same after every step. Change them alike on "
                 "all ranks, or on none.")
-        host, streams = _streams(backend)
-        ranks = _of_all_ranks(world, {
+        host, streams = _export_streams(backend)
+        ranks = _gather_ranks(world, {
             "devices": [*map(str, replicas.devices)], "host": host,
             "extra": extra}, own | streams)
         if world.is_main:
-            joined, others = _joined(ranks)
+            joined, others = _join_ranks(ranks)
             files.write_arrays(file, {**header, **joined}, arrays | others)
         world.gather("save_checkpoint: written")
 
 
-def _streams(backend: Any) -> Contents:
+def _export_streams(backend: Any) -> Contents:
     """The random streams of this process."""
     native = backend.export_streams()
     numpy: Any = np.random.get_state()
@@ -156,7 +156,7 @@ def _streams(backend: Any) -> Contents:
                                        native.items() if name not in texts}})
 
 
-def _of_all_ranks(world: World, facts: dict[str, Any], own: Arrays
+def _gather_ranks(world: World, facts: dict[str, Any], own: Arrays
                   ) -> list[Contents]:
     """`facts` and arrays of every rank; the arrays on rank 0 alone. What it
     has is not sent again."""
@@ -188,7 +188,7 @@ def _broadcast(world: World, rank: int, x: np.ndarray | None, dtype: str,
     return found
 
 
-def _joined(ranks: Sequence[Contents]) -> Contents:
+def _join_ranks(ranks: Sequence[Contents]) -> Contents:
     """What a file holds of all ranks: a buffer, or an extra state, once where
     it is the same on every device, else for each device."""
     arrays: Arrays = {}
@@ -198,12 +198,13 @@ def _joined(ranks: Sequence[Contents]) -> Contents:
     for key in ranks[0][1]:
         name, _, number = key.rpartition("|")
         if key.startswith("value:") and number == "0":
-            every = _once([own[f"{name}|{i}"] for facts, own in ranks
-                           for i in range(len(facts["devices"]))], digest_of)
+            every = _deduplicate([
+                own[f"{name}|{i}"] for facts, own in ranks
+                for i in range(len(facts["devices"]))], digest_of)
             arrays[name] = np.stack(every) if every[1:] else every[0]
     for name in ranks[0][0]["extra"]:
         begin = f"extra:{name}|0|"
-        states = _once([(facts["extra"][name][0], {
+        states = _deduplicate([(facts["extra"][name][0], {
             key.removeprefix(begin): x for key, x in own.items()
             if key.startswith(begin)}) for facts, own in owners],
             lambda one: json.dumps([one[0], {
@@ -221,7 +222,7 @@ def _joined(ranks: Sequence[Contents]) -> Contents:
             }, arrays
 
 
-def _once(every: list[Any], mark: Callable[[Any], str]) -> list[Any]:
+def _deduplicate(every: list[Any], mark: Callable[[Any], str]) -> list[Any]:
     """The first of `every`, if all have the same mark."""
     return every[:1] if len({*map(mark, every)}) == 1 else every
 
@@ -281,13 +282,13 @@ def read(file: files.FilePath) -> Contents:
     OSError."""
     def unpack(header: dict[str, Any], arrays: Arrays) -> Contents:
         if header["format"] != FORMAT:
-            header, arrays = _of_format_1(header, arrays)
-        _unpacked(header, arrays)
+            header, arrays = _upgrade(header, arrays)
+        _unpack(header, arrays)
         return header, arrays
     return files.read_arrays(file, FORMATS, _EXPECTED, unpack)
 
 
-def _unpacked(header: Mapping[str, Any], arrays: Arrays) -> tuple[
+def _unpack(header: Mapping[str, Any], arrays: Arrays) -> tuple[
         trainer_states.TrainerStates, dict[str, list[Any]],
         dict[str, Arrays]]:
     """The states of the trainer and of layers, and all arrays by the first
@@ -314,8 +315,8 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
     if seed is not None:
         seed = integer("seed", seed, 0)
     replicas.check_complete()
-    header, arrays = _shared(span.world, contents)
-    states, extra, groups = _unpacked(header, arrays)
+    header, arrays = _share(span.world, contents)
+    states, extra, groups = _unpack(header, arrays)
     devices = span.world.gather("load_checkpoint: devices",
                                 list(map(str, replicas.devices)))
     place = {"engine": backend.name, "ranks": [*map(len, devices)],
@@ -328,14 +329,14 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
         except ValueError as error:
             wrong.append(str(error))
     count = len(header["devices"])
-    values = _own_values(replicas, groups["value"], count, wrong)
+    values = _select_values(replicas, groups["value"], count, wrong)
     put_values = checked(replicas.fit_numpy, values)
     put_states = checked(trainer.fit_states, states, "the checkpoint")
     if seed is None and any(header[name] != x for name, x in place.items()):
         wrong.append(
             "random streams belong to devices; received a checkpoint of "
-            f"{_words(header)} for {_words(place)}. Pass {cure} to begin new "
-            "streams, or use the same devices.")
+            f"{_describe(header)} for {_describe(place)}. Pass {cure} to "
+            "begin new streams, or use the same devices.")
     checked(_check_position, header["position"], source)
     checked(_check_extra, replicas, extra)
     if wrong:
@@ -368,7 +369,7 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
     return loop and {**loop, "arrays": groups["called"]}
 
 
-def _words(place: Mapping[str, Any]) -> str:
+def _describe(place: Mapping[str, Any]) -> str:
     return (f"{place['engine']} in {len(place['ranks'])} processes, on "
             f"[{', '.join(place['devices'])}]")
 
@@ -399,7 +400,7 @@ def _fit_streams(header: Mapping[str, Any], groups: Mapping[str, Arrays],
     return put_back
 
 
-def _shared(world: World, contents: Contents | None) -> Contents:
+def _share(world: World, contents: Contents | None) -> Contents:
     """What rank 0 has read, on every rank."""
     header, arrays = contents or ({}, {})
     if world.size == 1:
@@ -410,7 +411,7 @@ def _shared(world: World, contents: Contents | None) -> Contents:
                     for name, entry in plan.items()}
 
 
-def _of_format_1(header: dict[str, Any], arrays: Arrays) -> Contents:
+def _upgrade(header: dict[str, Any], arrays: Arrays) -> Contents:
     """A file of mgpu 0.1 as one of today."""
     numpy, (version, internal, gauss) = header["numpy"], header["python"]
     found = {f"stream:0|{key[7:]}" if key.startswith("stream:") else key: x
@@ -449,7 +450,7 @@ def _source(data: Any) -> BatchIterator:
     return source
 
 
-def _position(data: Any) -> dict[str, Any]:
+def _export_position(data: Any) -> dict[str, Any]:
     source = _source(data)
     return {"position": source.stepped, "contents": source.contents, **{
         name: getattr(source, name) for name in _ORDER}}
@@ -473,8 +474,8 @@ def _check_position(saved: Any, source: BatchIterator | None) -> None:
                          "the run that saved passed.")
 
 
-def _own_values(replicas: Replicas, values: Mapping[str, np.ndarray],
-                count: int, wrong: list[str]) -> Arrays:
+def _select_values(replicas: Replicas, values: Mapping[str, np.ndarray],
+                   count: int, wrong: list[str]) -> Arrays:
     """The values of this rank's devices, of `count` in the file. What
     `Replicas.import_numpy` would round, or cannot tell, goes to `wrong`."""
     span, found = replicas.span, dict(values)
@@ -494,11 +495,11 @@ def _own_values(replicas: Replicas, values: Mapping[str, np.ndarray],
         wrong.append("a checkpoint is not rounded; received "
                      f"{'; '.join(rounded)}. Initialize with that dtype.")
     if apart:
-        wrong.append(_differ("buffers", apart[0], count, replicas))
+        wrong.append(_only_for("buffers", apart[0], count, replicas))
     return found
 
 
-def _differ(what: str, name: str, count: int, replicas: Replicas) -> str:
+def _only_for(what: str, name: str, count: int, replicas: Replicas) -> str:
     return (f"the {what} of {count} devices ({name}, ...) differ, so they are "
             f"those of no other number; received {replicas!r}. Use {count} "
             "devices, or train with batch_norm='average' or 'sync'.")
@@ -512,5 +513,5 @@ def _check_extra(replicas: Replicas, extra: Mapping[str, list[Any]]) -> None:
             f"{sorted(extra)} for {names}. Use the network that was saved.")
     for name, every in extra.items():
         if len(every) not in (1, replicas.span.total):
-            raise ValueError(_differ("extra states", name, len(every),
+            raise ValueError(_only_for("extra states", name, len(every),
                                      replicas))

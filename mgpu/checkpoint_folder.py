@@ -89,7 +89,7 @@ class Folder:
         world, path, contents = self._replicas.span.world, None, None
         if world.is_main:
             os.makedirs(self._path, exist_ok=True)
-            self._descriptor = self._held.enter_context(_alone(self._path))
+            self._descriptor = self._held.enter_context(_lock(self._path))
             files.sweep(self._path)
             found = self._files()
             if found and resume is None:
@@ -218,17 +218,17 @@ def _steps(loop: Mapping[str, Any]) -> int:
 _descriptors: set[int] = set()
 
 
-def _let_go() -> None:
+def _release_in_child() -> None:
     """A forked child may outlive the run, and holds no folder."""
     while _descriptors:
         os.close(_descriptors.pop())
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 @contextlib.contextmanager
-def _alone(path: str) -> Iterator[int]:
+def _lock(path: str) -> Iterator[int]:
     """A block for one run in a folder at a time, with the folder's
     descriptor. Where the process ends, the system ends it."""
     descriptor = os.open(path, os.O_RDONLY)

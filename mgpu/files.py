@@ -149,7 +149,7 @@ def write_arrays(file: FilePath, header: Mapping[str, Any],
     parts = tensor_files.parts(header, arrays)
     with contextlib.ExitStack() as held:    # the lock is kept until the end
         with part_of(path, _SAVED) as part:
-            stream = held.enter_context(_locked(part))
+            stream = held.enter_context(_open_locked(part))
             for data in parts:
                 while data:
                     data = data[stream.write(data):]
@@ -166,7 +166,7 @@ _SAVED = ".saving"
 _LEFT = re.compile("[0-9a-f]{16}" + re.escape(_SAVED))
 
 
-def _locked(part: str) -> Any:
+def _open_locked(part: str) -> Any:
     """`part`, open to write, and locked as long as it is open: `sweep`
     removes only what is not locked."""
     while True:

@@ -40,11 +40,11 @@ _OWN_RATE = ("adam", "rmsprop", "adamax", "nadam", "signum")
 #: by how much a number is off at most, relative to it, as float32
 _ROUNDED = 2.0 ** -24
 #: what is in the options of a Module's optimiser, and no option of it
-_OF_MODULE = {"begin_num_update", "rescale_grad", "lr_scheduler",
+_MODULE_OPTIONS = {"begin_num_update", "rescale_grad", "lr_scheduler",
               "multi_precision", "lazy_update"}
 _RESCALE = ("pass its rescale_grad in optimizer_params (MXNet's own is 1.0), "
             "and batch_size=, the rows")
-_EACH_ITS_OWN = ("with kvstore=None each had its own weights, and nothing "
+_SEPARATE_WEIGHTS = ("with kvstore=None each had its own weights, and nothing "
                  "goes on from their mean")
 
 
@@ -67,7 +67,7 @@ class Resumed(NamedTuple):
 
 
 @dataclass
-class _Saved:
+class _Training:
     """What the files and the caller say, in the names of the graph."""
 
     optimizer: Optimizer
@@ -193,7 +193,8 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
     net = from_gluon(symbol, params, dtype, softmax)
     graph, arrays = load_graph(symbol), dense_arrays(params)
     _check_losses(graph)
-    given = _given(optimizer, optimizer_params, lr_scheduler, batch_size)
+    given = _module_optimizer(optimizer, optimizer_params, lr_scheduler,
+                              batch_size)
     file = load_trainer_states(states)
     if (file.optimizer is None) == (given is None):
         raise ValueError(
@@ -201,7 +202,7 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
             "out." if given else "received a file without an optimiser. Pass "
             "optimizer= and optimizer_params= of the Module, with "
             "begin_num_update, the updates so far.")
-    with _naming(states):
+    with _name_file(states):
         saved = _read(file, graph, arrays, order, given, lr_scheduler,
                       batch_size)
     if saved.copies and dtype not in (None, "float32"):
@@ -216,12 +217,12 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
     known = {names[p.name]: p for p in replicas.params()}
     for name, copy in saved.copies.items():
         known[name].set_data(copy)
-    fixed = _freeze(saved, known, _by_own_name("grad_req", grad_req, own),
+    fixed = _freeze(saved, known, _rename("grad_req", grad_req, own),
                     own, fixed_gammas(graph), arrays)
     if lr_scheduler is None and saved.schedule is not None:
         _check_rates(saved, known)
     lr_mult, wd_mult = (
-        _multipliers(saved, graph, known, what, _by_own_name(what, x, own))
+        _multipliers(saved, graph, known, what, _rename(what, x, own))
         for what, x in (("lr_mult", lr_mult), ("wd_mult", wd_mult)))
     trainer = _Trainer(replicas, saved.optimizer, lr_mult=lr_mult,
                        lr_scheduler=saved.schedule, wd_mult=wd_mult)
@@ -229,18 +230,17 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
                                  if name in own)
     trainer.fixed = [own[name] for name in fixed]
     trainer.import_states(_states(saved, known, fixed))
-    saved.notes.extend(_remarks(trainer, saved.scale))
+    saved.notes.extend(_general_notes(trainer, saved.scale))
     return Resumed(replicas, trainer, tuple(saved.notes))
 
 
-def _by_own_name(what: str, given: Any, own: Mapping[str, str]
-                 ) -> dict[str, Any]:
-    """Keys are Gluon's names, or mgpu's."""
+def _rename(what: str, given: Any, own: Mapping[str, str]) -> dict[str, Any]:
+    """`given`, whose keys are Gluon's names or mgpu's, by mgpu's."""
     return {own.get(name, name): value
             for name, value in by_name(what, given).items()}
 
 
-def _some(names: Sequence[Any]) -> str:
+def _names(names: Sequence[Any]) -> str:
     return ", ".join(map(str, names[:5])) + ", ..." * (len(names) > 5)
 
 
@@ -283,12 +283,13 @@ def _check_losses(graph: Graph) -> None:
 
 # -- the optimiser ------------------------------------------------------------
 
-def _given(optimizer: Any, params: Mapping[str, Any] | None, schedule: Any,
-           batch_size: float | None) -> _Saved | None:
+def _module_optimizer(optimizer: Any, params: Mapping[str, Any] | None,
+                      schedule: Any, batch_size: float | None
+                      ) -> _Training | None:
     """What the caller says of the optimiser of a Module."""
     options = dict(by_name("optimizer_params", params))
     named, notes = not isinstance(optimizer, Optimizer), list[str]()
-    known = {key: options.pop(key) for key in _OF_MODULE & options.keys()}
+    known = {key: options.pop(key) for key in _MODULE_OPTIONS & options.keys()}
     if params and (optimizer is None or options and not named):
         raise ValueError("optimizer_params go with an optimiser's name; "
                          f"received {sorted(params)} with "
@@ -302,9 +303,9 @@ def _given(optimizer: Any, params: Mapping[str, Any] | None, schedule: Any,
     begin = integer("begin_num_update", known.get("begin_num_update", 0), 0)
     name = str(optimizer).lower() if named else optimizer.family
     if name in optimizers.RULES["gluon"].keys() - {*FAMILIES, "adamw"}:
-        raise NotImplementedError(_unread(repr(optimizer)))
+        raise NotImplementedError(_unsupported(repr(optimizer)))
     if named:
-        optimizer = optimizers.create(name, **_limits(name, options))
+        optimizer = optimizers.create(name, **_kernel_limits(name, options))
         if "learning_rate" not in options and name not in _OWN_RATE:
             optimizer.learning_rate = getattr(schedule, "base_lr",
                                               optimizer.learning_rate)
@@ -325,11 +326,11 @@ def _given(optimizer: Any, params: Mapping[str, Any] | None, schedule: Any,
                      f"optimiser by name; if it had an object, {_RESCALE}")
         if batch_size is not None:
             scale = 1 / check_batch_size(batch_size)
-    return _Saved(optimizer, schedule, True, named, rescaled, begin, begin,
+    return _Training(optimizer, schedule, True, named, rescaled, begin, begin,
                   scale=scale, notes=notes)
 
 
-def _limits(family: str, options: dict[str, Any]) -> dict[str, Any]:
+def _kernel_limits(family: str, options: dict[str, Any]) -> dict[str, Any]:
     """`options` with the limits as MXNet's kernels read them: 0 and less are
     none."""
     return {key: None if family in COMPILED and key in (
@@ -338,7 +339,7 @@ def _limits(family: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _naming(states: FilePath) -> Iterator[None]:
+def _name_file(states: FilePath) -> Iterator[None]:
     """Errors of Python's, where something in the file is of another kind, as
     one that names it."""
     try:
@@ -353,11 +354,11 @@ def _naming(states: FilePath) -> Iterator[None]:
 def _family(record: Record) -> str:
     name = name_in("optimizer", record).lower()
     if name not in FAMILIES:
-        raise NotImplementedError(_unread(record.kind))
+        raise NotImplementedError(_unsupported(record.kind))
     return name
 
 
-def _unread(received: str) -> str:
+def _unsupported(received: str) -> str:
     return (f"states are read of {', '.join(FAMILIES)}; received those of "
             f"{received}, which has no counterpart here.")
 
@@ -376,7 +377,7 @@ def _optimizer(record: Record, schedule: Any) -> Optimizer:
                 del options[name]
         else:
             options[name] = state[key]
-    return kind(**_limits(family, options))
+    return kind(**_kernel_limits(family, options))
 
 
 # -- its schedule -------------------------------------------------------------
@@ -428,12 +429,12 @@ def _schedule(record: Any, rate: Any, done: int, asked: bool) -> Any:
 # -- what is in the files -----------------------------------------------------
 
 def _read(file: Any, graph: Graph, arrays: Mapping[str, np.ndarray],
-          order: str | Sequence[str] | None, given: _Saved | None,
-          schedule: Any, batch_size: float | None) -> _Saved:
+          order: str | Sequence[str] | None, given: _Training | None,
+          schedule: Any, batch_size: float | None) -> _Training:
     if given is not None:
         saved, counts = given, dict.fromkeys(file.states, given.begin)
     else:
-        saved, counts = _of_trainer(file, schedule, batch_size)
+        saved, counts = _read_trainer(file, schedule, batch_size)
     orders = Order(file, counts, graph,
                    {name: x.shape for name, x in arrays.items()},
                    saved.optimizer.family == "nadam")
@@ -442,14 +443,14 @@ def _read(file: Any, graph: Graph, arrays: Mapping[str, np.ndarray],
     saved.order = tuple(orders.updates)
     for name, key in keys.items():
         saved.counts[name] = counts[key]
-        saved.slots[name], copy = _parted(
+        saved.slots[name], copy = _split_state(
             saved.optimizer, file.states[key], arrays[name], name)
         if copy is not None:
             saved.copies[name] = copy
     if saved.module and len(file.states) > len(keys):
         saved.notes.append(
             f"it was trained on {len(file.states) // len(keys)} devices, "
-            f"whose states are the same ({_EACH_ITS_OWN})")
+            f"whose states are the same ({_SEPARATE_WEIGHTS})")
     if saved.copies:
         saved.notes.append(
             f"{len(saved.copies)} parameters are the float32 copies that "
@@ -457,8 +458,8 @@ def _read(file: Any, graph: Graph, arrays: Mapping[str, np.ndarray],
     return saved
 
 
-def _of_trainer(file: Any, schedule: Any, batch_size: float | None
-                ) -> tuple[_Saved, dict[Any, int]]:
+def _read_trainer(file: Any, schedule: Any, batch_size: float | None
+                  ) -> tuple[_Training, dict[Any, int]]:
     """What the file of a Gluon trainer says, and the counts of updates by the
     number of the parameter."""
     record, notes = file.optimizer, list[str]()
@@ -475,14 +476,14 @@ def _of_trainer(file: Any, schedule: Any, batch_size: float | None
         notes.append(_divisor(scale, batch_size))
     elif scale != 1:
         notes.append(f"its trainer multiplies gradients by its rescale_grad, "
-                     f"which mgpu's does not: {_multiply(scale)}")
-    return _Saved(
+                     f"which mgpu's does not: {_loss_factor(scale)}")
+    return _Training(
         _optimizer(record, schedule), schedule, begin=begin, num_update=done,
         product=float(state.get("m_schedule", 1.0)), scale=scale,
         notes=notes), counts
 
 
-def _multiply(scale: float) -> str:
+def _loss_factor(scale: float) -> str:
     return (f"multiply each loss by {scale:.10g} (not where that undid a loss "
             "scale)")
 
@@ -495,7 +496,7 @@ def _divisor(scale: float, batch_size: float | None) -> str:
         own = scale * check_batch_size(batch_size)
         return f"{text} {batch_size:g}" + (
             "" if abs(own - 1) < 1e-9 else " and had a rescale_grad, which "
-            f"mgpu's trainer has not: {_multiply(own)}")
+            f"mgpu's trainer has not: {_loss_factor(own)}")
     rows = 1 / scale if scale else 0.0
     if rows < 1 or abs(rows - round(rows)) > 1e-9 * rows:
         raise ValueError(
@@ -507,16 +508,14 @@ def _divisor(scale: float, batch_size: float | None) -> str:
 
 def _counts(record: Record, notes: list[str]) -> dict[Any, int]:
     """Of all devices, which have the same ones."""
-    state, counts = record.state, dict[Any, int]()
+    state = record.state
     devices = [x for x in state.get("_all_index_update_counts", {
         0: state.get("_index_update_count", {})}).values() if x]
-    for one in devices:
-        for key, t in one.items():
-            if counts.setdefault(key, t) != t:
-                raise ValueError(
-                    "every device updates a parameter as often as the "
-                    f"others; received {counts[key]} and {t} updates of "
-                    f"number {key}, as after a load on more devices.")
+    counts = {key: t for one in devices for key, t in one.items()}
+    if any(counts[key] != t for one in devices for key, t in one.items()):
+        raise ValueError(
+            "every device updates a parameter as often as the others; "
+            "received other counts, as after a load on more devices.")
     if len(devices) > 1:
         if _family(record) == "nadam":
             raise ValueError(
@@ -524,12 +523,12 @@ def _counts(record: Record, notes: list[str]) -> dict[Any, int]:
                 "moved one schedule in turn, so their weights differ. Train "
                 "on one device, or on the key-value store.")
         notes.append(f"it was trained on {len(devices)} devices; the state "
-                     f"is that of the first ({_EACH_ITS_OWN})")
+                     f"is that of the first ({_SEPARATE_WEIGHTS})")
     return counts
 
 
-def _parted(rule: Optimizer, state: Any, weight: np.ndarray, name: str
-            ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+def _split_state(rule: Optimizer, state: Any, weight: np.ndarray, name: str
+                 ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
     """The slots of a state, and the float32 copy of a float16 weight."""
     copy, at = None, int(rule.family in _STATE_FIRST)
     if weight.dtype == np.float16 and isinstance(state, tuple) \
@@ -550,8 +549,9 @@ def _parted(rule: Optimizer, state: Any, weight: np.ndarray, name: str
 
 # -- onto the engine ----------------------------------------------------------
 
-def _multipliers(saved: _Saved, graph: Graph, known: Mapping[str, Parameter],
-                 what: str, given: Mapping[str, float]) -> dict[str, float]:
+def _multipliers(saved: _Training, graph: Graph,
+                 known: Mapping[str, Parameter], what: str,
+                 given: Mapping[str, float]) -> dict[str, float]:
     """Those of the graph, where `given` has no others."""
     found = {}
     for node in graph.nodes:
@@ -591,7 +591,7 @@ def _multipliers(saved: _Saved, graph: Graph, known: Mapping[str, Parameter],
     return {**found, **given}
 
 
-def _freeze(saved: _Saved, known: Mapping[str, Parameter],
+def _freeze(saved: _Training, known: Mapping[str, Parameter],
             requests: Mapping[str, str], own: Mapping[str, str],
             gammas: set[str], arrays: Mapping[str, np.ndarray]) -> list[str]:
     """Train what MXNet trains. Returns those of `gammas`, which batch norm
@@ -613,12 +613,12 @@ def _freeze(saved: _Saved, known: Mapping[str, Parameter],
         raise ValueError(
             f"the files do not say whether parameters with fewer than "
             f"{latest} updates are trained now; received {len(behind)} with "
-            f"fewer: {_some(behind)}. Pass grad_req= with an entry for each: "
+            f"fewer: {_names(behind)}. Pass grad_req= with an entry for each: "
             "'null' or 'write'.")
     if not saved.slots:
-        _check_said(saved, {name: p for name, p in known.items()
-                            if name in saved.order and name not in wanted},
-                    gammas, arrays)
+        _check_requests(saved, {
+            name: p for name, p in known.items()
+            if name in saved.order and name not in wanted}, gammas, arrays)
     frozen, fixed = [], []
     for name, p in known.items():
         trained = name in (saved.slots or saved.order)
@@ -653,8 +653,9 @@ def _freeze(saved: _Saved, known: Mapping[str, Parameter],
 _BEGIN = {"gamma": 1.0, "beta": 0.0}
 
 
-def _check_said(saved: _Saved, unsaid: Mapping[str, Parameter],
-                gammas: set[str], arrays: Mapping[str, np.ndarray]) -> None:
+def _check_requests(saved: _Training, unsaid: Mapping[str, Parameter],
+                    gammas: set[str], arrays: Mapping[str, np.ndarray]
+                    ) -> None:
     """Refuse states without any update where it depends on the class of a
     block what MXNet trains; a note says that the user may have frozen more.
     `unsaid`: what the caller has said nothing of."""
@@ -665,7 +666,7 @@ def _check_said(saved: _Saved, unsaid: Mapping[str, Parameter],
     if doubt:
         raise ValueError(
             "states from before the first update do not say what is trained; "
-            f"received no state of {_some(doubt)}. Pass grad_req= with an "
+            f"received no state of {_names(doubt)}. Pass grad_req= with an "
             "entry for each, 'null' or 'write', as {p.name: p.grad_req for p "
             "in net.collect_params().values()} has them in MXNet.")
     if any(p.grad_req != "null" for p in unsaid.values()):
@@ -674,7 +675,7 @@ def _check_said(saved: _Saved, unsaid: Mapping[str, Parameter],
             "is frozen: what grad_req= does not name is trained")
 
 
-def _check_rates(saved: _Saved, known: Mapping[str, Parameter]) -> None:
+def _check_rates(saved: _Training, known: Mapping[str, Parameter]) -> None:
     """MXNet asks the schedule at each parameter, with the largest count so
     far: those with fewer updates get the rate of the update before where
     none with more stands before them."""
@@ -689,7 +690,7 @@ def _check_rates(saved: _Saved, known: Mapping[str, Parameter]) -> None:
             "count for all.")
 
 
-def _states(saved: _Saved, known: Mapping[str, Parameter],
+def _states(saved: _Training, known: Mapping[str, Parameter],
             fixed: Sequence[str]) -> TrainerStates:
     """In mgpu's format."""
     counts, slots = {}, {}
@@ -706,7 +707,7 @@ def _states(saved: _Saved, known: Mapping[str, Parameter],
                          saved.optimizer.learning_rate, counts, slots)
 
 
-def _remarks(trainer: Trainer, scale: float | None) -> Iterator[str]:
+def _general_notes(trainer: Trainer, scale: float | None) -> Iterator[str]:
     """What is true of every file. `scale`: of the gradients of a step."""
     replicas, rule = trainer.replicas, trainer.optimizer
     layers = {p.name.rpartition(".")[0] for p in replicas.buffers()
@@ -717,7 +718,7 @@ def _remarks(trainer: Trainer, scale: float | None) -> Iterator[str]:
         yield ("running statistics move in each training pass in PyTorch, in "
                "MXNet where a gradient passes through the layer: where all "
                "layers before are frozen too, set track_running_stats = False "
-               f"in {_some(sorted(layers - trained))}")
+               f"in {_names(sorted(layers - trained))}")
     if rule.family not in COMPILED or all(
             p.dtype != "float64" for p in replicas.params()):
         return
@@ -737,7 +738,7 @@ def _remarks(trainer: Trainer, scale: float | None) -> Iterator[str]:
         off["1 / the rows of a batch, where they are no power of two,"] = \
             _ROUNDED
     for name, numbers in options.items():
-        error, x = max(((_rounding(x), x) for x in numbers
+        error, x = max(((_float32_error(x), x) for x in numbers
                         if isinstance(x, float)), default=(0.0, 0.0))
         if error:
             off[f"{name}={x!r}"] = error
@@ -753,7 +754,7 @@ def _remarks(trainer: Trainer, scale: float | None) -> Iterator[str]:
                f"{sum(off.values()):.1e} of itself")
 
 
-def _rounding(x: float) -> float:
+def _float32_error(x: float) -> float:
     """By how much `x` is off as float32, relative to it."""
     with np.errstate(over="ignore"):
         return abs(float(np.float32(x)) - x) / abs(x) \

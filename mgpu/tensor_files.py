@@ -47,7 +47,7 @@ def parts(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
         raise ValueError(f"the name {name!r} is taken in every file; "
                          "received an array of that name. Rename it.")
     # The largest items first: all arrays are aligned then.
-    every = {name: _plain(name, x) for name, x in sorted(
+    every = {name: _checked(name, x) for name, x in sorted(
         arrays.items(), key=lambda item: -np.asarray(item[1]).itemsize)}
     entries: dict[str, Any] = {_METADATA: {
         "format": str(header["format"]), "header": json.dumps(header),
@@ -69,7 +69,7 @@ def parts(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
             memoryview(hashlib.sha256(head).digest())]
 
 
-def _plain(name: str, x: Any) -> np.ndarray:
+def _checked(name: str, x: Any) -> np.ndarray:
     x = np.asarray(x, order="C")
     if x.dtype.name not in _CODES:
         raise ValueError(f"safetensors holds arrays of {', '.join(_CODES)}; "
@@ -92,7 +92,7 @@ def read(stream: Any, size: int) -> tuple[dict[str, Any],
         raise Damaged("it ends inside of its header, or that is longer than "
                       f"{_LONGEST} bytes")
     head = first + stream.read(length)
-    entries = _parsed(head[8:].decode("ascii"), size)
+    entries = _parse(head[8:].decode("ascii"), size)
     about = entries.pop(_METADATA, {})
     plan = list(_plan(entries, size - len(head)))
     arrays = {}
@@ -105,16 +105,16 @@ def read(stream: Any, size: int) -> tuple[dict[str, Any],
         return {}, arrays
     if arrays.pop(DIGEST).tobytes() != hashlib.sha256(head).digest():
         raise Damaged("its header does not fit its digest")
-    digests = _parsed(about["digests"], size)
+    digests = _parse(about["digests"], size)
     if digests.keys() != arrays.keys():
         raise Damaged("its digests are those of other arrays")
     for name, x in arrays.items():
         if digest_of(x) != digests[name]:
             raise Damaged(f"array {name!r} does not fit its digest")
-    return _parsed(about["header"], size), arrays
+    return _parse(about["header"], size), arrays
 
 
-def _parsed(text: str, size: int) -> Any:
+def _parse(text: str, size: int) -> Any:
     """What is in JSON; refused unread where it would take much more memory
     than the `size` of the file, at 256 bytes a value."""
     if sum(map(text.count, ",:[{")) * 256 > size + (24 << 20):

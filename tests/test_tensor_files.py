@@ -298,7 +298,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
         if fault == "full":
             stack.enter_context(file_size(4096))
         elif fault == "read only":      # root may write to any folder
-            monkeypatch.setattr(files, "_locked", fails)
+            monkeypatch.setattr(files, "_open_locked", fails)
         else:
             monkeypatch.setattr(os, {"rename": "replace",
                                      "sync": "fsync"}[fault], fails)

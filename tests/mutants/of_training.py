@@ -111,7 +111,7 @@ MUTANTS = [
                   "nterrupted_training"),
     mutant("buffers-of-one-device",
            "all devices get those of the first",
-           "checkpoint:_joined",
+           "checkpoint:_join_ranks",
            "np.stack(every)",
            "np.stack([every[0]] * len(every))",
            killer="test_checkpoint.py::test_a_resumed_run_is_the_uninterrup"
