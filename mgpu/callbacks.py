@@ -18,12 +18,12 @@ second is a dict of NumPy arrays. What others keep begins anew.
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from mgpu import extra_states
-from mgpu.arguments import Hints, integer, number, one_of
+from mgpu.arguments import integer, number, one_of
 from mgpu.files import FilePath, check_file, path_of
 from mgpu.replicas import Replicas
 from mgpu.trainer import Trainer
@@ -34,9 +34,10 @@ __all__ = ["EMA", "Checkpoint", "EarlyStopping", "Event", "LearningRateLog",
 Values = dict[str, np.ndarray]
 State = tuple[Any, Mapping[str, np.ndarray]]
 _HOOKS = ("on_step", "on_epoch", "on_end")
+_MONITORS = ("test_acc", "train_loss")
 
 
-class Event(Hints):
+class Event:
     """Where a training is.
 
     Attributes
@@ -57,9 +58,6 @@ class Event(Hints):
         What `train_batch` returns, in `on_step`; with ``accumulate`` those
         of each batch, one after the other.
     """
-
-    _hints: ClassVar[Mapping[str, str]] = {
-        "nbatch": "step", "eval_metric": "history", "locals": "history"}
 
     def __init__(self, replicas: Replicas, trainer: Trainer, history: Any,
                  epoch: int, num_epochs: int, step: int,
@@ -94,23 +92,14 @@ class _Function:
     """A function as a callback."""
 
     def __init__(self, hook: str, function: Callable[[Event], Any]) -> None:
-        self._function = function
+        self.name = getattr(function, "__qualname__",
+                            type(function).__qualname__)
         setattr(self, hook, function)
-
-    @property
-    def name(self) -> str:
-        return getattr(self._function, "__qualname__",
-                       type(self._function).__qualname__)
 
 
 def each_step(function: Callable[[Event], Any]) -> Any:
     """A callback that calls `function` with an `Event` after each step:
-    ``each_step(lambda event: scheduler.step())``. TypeError for what cannot
-    be called."""
-    if not callable(function):
-        raise TypeError("each_step takes a function of an event; received "
-                        f"{type(function).__name__}. Pass for example "
-                        "lambda event: print(event.step).")
+    ``each_step(lambda event: scheduler.step())``."""
     return _Function("on_step", function)
 
 
@@ -145,28 +134,23 @@ class Calls:
 
     def __init__(self, callbacks: Any, replicas: Replicas, evaluates: bool,
                  saves: bool) -> None:
-        if not isinstance(callbacks, (list, tuple)):
-            raise TypeError("callbacks is a list; received "
-                            f"{type(callbacks).__name__}. Pass callbacks=[...]"
-                            ", also of one.")
         self._all: list[Any] = []
         for one in callbacks:
-            hooks = [hook for hook in _HOOKS
-                     if callable(getattr(one, hook, None))]
+            hooks = any(callable(getattr(one, hook, None)) for hook in _HOOKS)
             if isinstance(one, type) or not (hooks or callable(one)):
-                what = f"the class {one.__name__}" if isinstance(one, type) \
-                    else type(one).__name__
                 raise TypeError(
                     "a callback has on_step(event), on_epoch(event) or "
                     "on_end(event), or is a function of an event; received "
-                    f"{what}. Make an object of it, or use "
+                    f"{one!r}. Make an object of a class, or use "
                     "mgpu.callbacks.each_step(function).")
             self._all.append(one if hooks else _Function("on_epoch", one))
         self._world, self._replicas = replicas.span.world, replicas
         self._own = [one for one in self._all if isinstance(one, _Lasting)]
+        self._lasting = [one for one in self._all if hasattr(one, "state")
+                         and hasattr(one, "restore")]
         for one in self._own:
             one.fit(replicas, evaluates, saves)
-        for one in self._lasting() if saves else ():
+        for one in self._lasting if saves else ():
             try:
                 state = one.state()
             except Exception:   # it has none before the first step
@@ -189,65 +173,42 @@ class Calls:
     def call(self, hook: str, event: Event) -> bool:
         """Call `hook` of all; returns whether one of any rank asks for the
         end."""
-        called = False
-        for one in self._all:
-            if hasattr(one, hook):
-                getattr(one, hook)(event)
-                called = True
-        return called and any(self._world.gather(
+        called = [one for one in self._all if hasattr(one, hook)]
+        for one in called:
+            getattr(one, hook)(event)
+        return bool(called) and any(self._world.gather(
             f"train: callbacks, {hook}", event.stopping))
-
-    def _lasting(self) -> list[Any]:
-        return [one for one in self._all
-                if hasattr(one, "state") and hasattr(one, "restore")]
 
     def state(self) -> tuple[list[Any], dict[str, np.ndarray]]:
         """Names and states, and arrays, of those that have a state."""
         found: list[Any] = []
         arrays: Values = {}
-        for i, one in enumerate(self._lasting()):
+        for i, one in enumerate(self._lasting):
             state, own, inside = self._packed(one, one.state())
             found.append([_label(one), state, True])
             arrays |= {f"{i}|{name}": x for name, x in own.items()}
             arrays |= {f"{i}:{n}": x for n, x in enumerate(inside)}
         return found, arrays
 
-    def _packed(self, one: Any, state: Any
-                ) -> tuple[Any, Mapping[str, np.ndarray], list[np.ndarray]]:
-        """What `one.state()` gave: as JSON, and both kinds of arrays."""
-        if not isinstance(state, (tuple, list)) or len(state) != 2 \
-                or not isinstance(state[1], Mapping):
-            raise ValueError(
-                "state() of a callback returns a pair, (state, dict of NumPy "
-                f"arrays); received a {type(state).__name__} from "
-                f"{_label(one)}. Return (state, {{}}) without arrays.")
-        for name, x in state[1].items():
-            dtype = getattr(x, "dtype", None)
-            if not isinstance(name, str) \
-                    or not isinstance(x, (np.ndarray, np.generic)) \
-                    or isinstance(x, np.ma.MaskedArray) \
-                    or x.dtype.kind not in "biuf" or x.dtype.itemsize > 8:
-                raise ValueError(
-                    "the arrays of state() of a callback are NumPy's, of "
-                    f"numbers, by name; received {name!r}, a "
-                    f"{type(x).__name__}"
-                    + (f" of {dtype}" if dtype is not None else "")
-                    + f", from {_label(one)}. Put others into the state.")
+    def _packed(self, one: Any, pair: Any
+                ) -> tuple[Any, dict[str, np.ndarray], list[np.ndarray]]:
+        """What ``one.state()`` gave: as JSON, and both kinds of arrays."""
+        state, arrays = pair
         inside: list[np.ndarray] = []
+        words = "the state of a callback", _label(one), "state()"
+        for x in arrays.values():       # raises for what is no array
+            extra_states.pack_one(x, [], self._replicas.backend, words)
         return extra_states.pack_one(
-            state[0], inside, self._replicas.backend,
-            ("the state of a callback", _label(one), "state()")), \
-            state[1], inside
+            state, inside, self._replicas.backend, words), arrays, inside
 
     def check(self, saved: Sequence[Any]) -> None:
         """Refuse to go on with other callbacks than those of `state`
         (ValueError)."""
-        names = [_label(one) for one in self._lasting()]
+        names = [_label(one) for one in self._lasting]
         if [name for name, *_ in saved] != names:
             raise ValueError(
-                "train goes on with the callbacks that it has begun with, "
-                "whose state is in the checkpoint; received "
-                f"{names} for those of {[name for name, *_ in saved]}. Pass "
+                "train resumes with the callbacks that it has begun with; "
+                f"received {names} for {[name for name, *_ in saved]}. Pass "
                 "the same, or use another checkpoint_dir.")
 
     def restore(self, saved: Sequence[Any], arrays: Mapping[str, np.ndarray]
@@ -256,7 +217,7 @@ class Calls:
         training."""
         backend, first = self._replicas.backend, self._replicas.devices[0]
         for i, (one, (_, state, *packed)) in enumerate(
-                zip(self._lasting(), saved)):
+                zip(self._lasting, saved)):
             begin = f"{i}|"
             if packed:      # by a version before, it is JSON as it is
                 state = extra_states.build(extra_states.resolve(
@@ -267,30 +228,35 @@ class Calls:
         return any(getattr(one, "stopped", False) for one in self._all)
 
 
-class _Best:
-    """The best value of a list of the history so far."""
+class _Monitor(_Lasting):
+    """A callback that compares a list of the history with its best value."""
 
-    def __init__(self, monitor: str, min_delta: float) -> None:
-        self.monitor = one_of("monitor", monitor, ("test_acc", "train_loss"))
+    best: float | None = None
+
+    def __init__(self, monitor: str | None, min_delta: float = 0.0) -> None:
+        self._monitor = one_of("monitor", monitor, (*_MONITORS, None))
         self._least = number("min_delta", min_delta, 0)
-        self.value: float | None = None
 
-    def check(self, evaluates: bool) -> None:
-        if self.monitor == "test_acc" and not evaluates:
-            raise ValueError(
-                "monitor='test_acc' takes a training with test_iter or "
-                "evaluate; received neither. Pass one, or "
-                "monitor='train_loss'.")
+    def fit(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
+        if self._monitor == "test_acc" and not evaluates:
+            raise ValueError("monitor='test_acc' takes a training with "
+                             "test_iter or evaluate; received neither.")
 
-    def beaten(self, history: Any) -> bool:
+    def begin(self, replicas: Replicas) -> None:
+        """`train` begins. It starts anew, until `restore`."""
+        self._replicas, self.best = replicas, None
+
+    def _improves(self, history: Any) -> bool:
         """Whether the last value is better, by more than `min_delta`; then
-        it is the best."""
-        value = getattr(history, self.monitor)[-1]
-        sign = 1 if self.monitor == "test_acc" else -1
-        better = value == value if self.value is None \
-            else sign * (value - self.value) > self._least
+        it is the best. Without a monitor: always."""
+        if self._monitor is None:
+            return True
+        value = getattr(history, self._monitor)[-1]
+        sign = 1 if self._monitor == "test_acc" else -1
+        better = value == value if self.best is None \
+            else sign * (value - self.best) > self._least
         if better:
-            self.value = value
+            self.best = value
         return better
 
 
@@ -308,7 +274,7 @@ def _values_of(replicas: Replicas) -> Values:
     return values
 
 
-class EarlyStopping(_Lasting):
+class EarlyStopping(_Monitor):
     """Ends a training that gets no better.
 
     Parameters
@@ -342,34 +308,27 @@ class EarlyStopping(_Lasting):
 
     def __init__(self, patience: int, monitor: str = "test_acc",
                  min_delta: float = 0.0, restore_best: bool = False) -> None:
+        super().__init__(one_of("monitor", monitor, _MONITORS), min_delta)
         self._patience = integer("patience", patience, 1)
-        self._best = _Best(monitor, min_delta)
         self._restores = bool(restore_best)
         self._options = f"({monitor!r}, restore_best={self._restores})"
         self._values: Values = {}
         self.waited, self.stopped = 0, False
 
-    @property
-    def best(self) -> float | None:
-        return self._best.value
-
     def fit(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
-        self._best.check(evaluates)
+        super().fit(replicas, evaluates, saves)
         if self._restores and saves and replicas.span.wide:
             raise ValueError(
                 "a checkpoint of several processes holds no best weights; "
                 "received restore_best=True with checkpoint_dir. Use "
-                "mgpu.callbacks.Checkpoint, which writes them to a file of "
-                "their own.")
+                "mgpu.callbacks.Checkpoint.")
 
     def begin(self, replicas: Replicas) -> None:
-        """`train` begins. It starts anew, until `restore`."""
-        self._replicas = replicas
-        self._best.value, self._values = None, {}
-        self.waited, self.stopped = 0, False
+        super().begin(replicas)
+        self._values, self.waited, self.stopped = {}, 0, False
 
     def on_epoch(self, event: Event) -> None:
-        if self._best.beaten(event.history):
+        if self._improves(event.history):
             self.waited = 0
             if self._restores:
                 self._values = _values_of(event.replicas)
@@ -387,13 +346,13 @@ class EarlyStopping(_Lasting):
         return [self.best, self.waited, self.stopped], self._values
 
     def restore(self, state: State) -> None:
-        (self._best.value, self.waited, self.stopped), values = state
+        (self.best, self.waited, self.stopped), values = state
         self._values = dict(values)
         if self._values:    # refused now, if it would be at the end
             self._replicas.fit_numpy(self._values)
 
 
-class Checkpoint(_Lasting):
+class Checkpoint(_Monitor):
     """Writes weights and buffers after each epoch (`Replicas.save`), or after
     each that is the best so far. A training does not go on from this file:
     that is the `checkpoint_dir` of `train`.
@@ -412,34 +371,23 @@ class Checkpoint(_Lasting):
     """
 
     def __init__(self, path: FilePath, monitor: str | None = None) -> None:
+        super().__init__(monitor)
         self._path = path_of(path)
-        self._best = None if monitor is None else _Best(monitor, 0.0)
         self._options = f"(monitor={monitor!r})"
 
-    @property
-    def best(self) -> float | None:
-        return None if self._best is None else self._best.value
-
     def fit(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
+        super().fit(replicas, evaluates, saves)
         check_file(self._path)
-        if self._best is not None:
-            self._best.check(evaluates)
-
-    def begin(self, replicas: Replicas) -> None:
-        """`train` begins."""
-        if self._best is not None:
-            self._best.value = None
 
     def on_epoch(self, event: Event) -> None:
-        if self._best is None or self._best.beaten(event.history):
+        if self._improves(event.history):
             event.replicas.save(self._path)
 
     def state(self) -> State:
         return self.best, {}
 
     def restore(self, state: State) -> None:
-        if self._best is not None:
-            self._best.value = state[0]
+        self.best = state[0]
 
 
 class LearningRateLog:
@@ -492,10 +440,6 @@ class EMA(_Lasting):
 
     def fit(self, replicas: Replicas, evaluates: bool = False,
             saves: bool = False) -> None:
-        if not isinstance(replicas, Replicas):
-            raise TypeError(
-                "an EMA is of the replicas of mgpu.initialize; received "
-                f"{type(replicas).__name__}. Call ema.update(replicas).")
         if self._replicas not in (None, replicas):
             raise ValueError("an EMA is of one network; received other "
                              f"replicas, {replicas!r}. Make a new EMA.")
@@ -509,7 +453,7 @@ class EMA(_Lasting):
 
     def update(self, replicas: Replicas) -> None:
         """Take the parameters as they are now into the averages. ValueError
-        for other replicas than before, TypeError for what is none."""
+        for other replicas than before."""
         self.fit(replicas)
         self.begin(replicas)
         backend, weight = replicas.backend, 1.0 - self._decay
@@ -530,10 +474,8 @@ class EMA(_Lasting):
 
     def _of(self) -> Replicas:
         if self._replicas is None or not self._averages:
-            raise RuntimeError(
-                "averages begin with the first step; received no update yet. "
-                "Pass the EMA to mgpu.train(callbacks=[ema]), or call "
-                "ema.update(replicas) after a step.")
+            raise RuntimeError("averages begin with the first step; received "
+                               "no update yet. Call ema.update(replicas).")
         return self._replicas
 
     @contextlib.contextmanager
@@ -565,9 +507,8 @@ class EMA(_Lasting):
                 p.set_data(x)
         if changed:
             raise RuntimeError(
-                "EMA.applied is for predictions: its averages go again at "
-                f"the end of the block; received a change of {changed[0]!r} "
-                "in it, which is undone. Train outside of it.")
+                "EMA.applied is for predictions; received a change of "
+                f"{changed[0]!r}, which is undone. Train outside of it.")
 
     def state(self) -> State:
         return self.updates, self.averages() if self.updates else {}

@@ -3,16 +3,15 @@
 The file is safetensors with digests (`tensor_files`): no pickle. With several
 processes rank 0 writes it, and reads it for all.
 """
-import hashlib
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mgpu import extra_states, files, trainer_states
-from mgpu.arguments import integer, is_number
+from mgpu.arguments import integer
 from mgpu.backends import messages
 from mgpu.datasets import BatchIterator
 from mgpu.distributed import World
@@ -20,17 +19,22 @@ from mgpu.distributed.world import same_examples
 from mgpu.parameters import BUFFERS
 from mgpu.prefetching import Prefetched, order_of
 from mgpu.replicas import Replicas
+from mgpu.tensor_files import digest_of
 from mgpu.trainer import Trainer, check_pair
 
 FORMAT = "mgpu checkpoint 2"
 #: those that can be read
 FORMATS = (FORMAT, "mgpu checkpoint 1")
 
+_EXPECTED = "a file of mgpu.save_checkpoint"
+
 #: what the order of a `BatchIterator` depends on
 _ORDER = ("num_examples", "batch_size", "seed", "shuffle", "drop_last")
 
 Data = BatchIterator | Prefetched | None
 Arrays = dict[str, np.ndarray]
+#: a header and arrays
+Contents = tuple[dict[str, Any], Arrays]
 
 
 def save_checkpoint(file: files.FilePath, replicas: Replicas,
@@ -93,29 +97,29 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
 
 
 def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
-          data: Data, loop: Mapping[str, Any] | None = None,
-          called: Mapping[str, np.ndarray] | None = None) -> None:
-    """`save_checkpoint`. `loop`: where `train` is, fit for JSON. `called`:
-    arrays of its callbacks."""
+          data: Data, loop: Mapping[str, Any] | None = None) -> None:
+    """`save_checkpoint`. `loop`: where `train` is, fit for JSON, but for the
+    "arrays" of its callbacks."""
     check_pair(replicas, trainer)
     world, backend = replicas.span.world, replicas.backend
     with world.telling():
-        files.path_of(file)
-        position = None if data is None else _position(data)
+        position = None if data is None else _export_position(data)
         with replicas.owned():
             _check_between_steps(replicas, trainer)
             states, slots = trainer_states.pack(trainer.export_states())
-            extra = extra_states.pack(
+            extra, more = extra_states.pack(
                 {name: [state] for name, state in
                  replicas.network.extra_states().items()}, backend)
             arrays = {f"slot:{name}": x for name, x in slots.items()}
-            arrays |= {f"called:{name}": x
-                       for name, x in (called or {}).items()}
-            buffers = {}
+            if loop is not None:
+                loop = dict(loop)
+                arrays |= {f"called:{name}": x
+                           for name, x in loop.pop("arrays").items()}
+            own = {f"extra:{name}": x for name, x in more.items()}
             for p in replicas.all_parameters():
                 if p.kind in BUFFERS:
-                    buffers[p.name] = [backend.to_numpy(x)
-                                       for x in p.list_data()]
+                    own |= {f"value:{p.name}|{i}": backend.to_numpy(x)
+                            for i, x in enumerate(p.list_data())}
                 else:
                     arrays[f"value:{p.name}"] = backend.to_numpy(p.data())
         header = {
@@ -126,132 +130,104 @@ def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
             # Times, in `loop`, are each rank's own.
             world.agree("save_checkpoint", {
                 **header, "loop": None, "digests": {
-                    name: _digest(x) for name, x in arrays.items()}},
+                    name: digest_of(x) for name, x in arrays.items()}},
                 "These are the same after every step. Change them alike on "
                 "all ranks, or on none.")
-        more, others = _of_all_ranks(world, backend, buffers, extra,
-                                     list(map(str, replicas.devices)))
+        host, streams = _export_streams(backend)
+        ranks = _gather_ranks(world, {
+            "devices": [*map(str, replicas.devices)], "host": host,
+            "extra": extra}, own | streams)
         if world.is_main:
-            files.write_arrays(file, {**header, **more}, arrays | others)
+            joined, others = _join_ranks(ranks)
+            files.write_arrays(file, {**header, **joined}, arrays | others)
         world.gather("save_checkpoint: written")
 
 
-def _digest(x: np.ndarray) -> str:
-    flat = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    return hashlib.sha256(flat.data).hexdigest()[:32]
-
-
-def _alike(every: Sequence[Any]) -> bool:
-    return every[0] is not None and all(x == every[0] for x in every)
-
-
-def _of_all_ranks(world: World, backend: Any,
-                  buffers: Mapping[str, list[np.ndarray]],
-                  extra: tuple[dict[str, Any], Arrays],
-                  devices: list[str]) -> tuple[dict[str, Any], Arrays]:
-    """What differs from device to device and from process to process: for
-    the header, and arrays. Whole on rank 0 alone."""
-    trees, more = extra
-    # by name: one digest where all devices of this process agree
-    marks: dict[str, Any] = {}
-    for name, every in buffers.items():
-        digests = [_digest(x) for x in every]
-        marks[f"value:{name}"] = digests[0] if _alike(digests) else None
-    for name, every in trees.items():
-        marks[f"extra:{name}"] = [json.dumps(every), [
-            _digest(x) for key, x in more.items()
-            if key.startswith(f"{name}|")]] if len(every) == 1 else None
-    told = world.gather("save_checkpoint: buffers", marks)
-    joint = {name for name in marks if _alike([one[name] for one in told])}
-
-    streams = backend.export_streams()
+def _export_streams(backend: Any) -> Contents:
+    """The random streams of this process."""
+    native = backend.export_streams()
     numpy: Any = np.random.get_state()
-    version, internal, gauss = random.getstate()
-    own: Arrays = {f"stream|{name}": x for name, x in streams.items()
-                   if x.dtype.kind != "U"}
-    own |= {"host|numpy": numpy[1],
-            "host|python": np.array(internal, np.uint32)}
-    own |= {f"value|{name}": np.stack(every) for name, every
-            in buffers.items() if f"value:{name}" not in joint}
-    apart = [name for name in trees if f"extra:{name}" not in joint]
-    own |= {f"extra|{key}": x for key, x in more.items()
-            if key.rsplit("|", 2)[0] in apart}
-    told = world.gather("save_checkpoint: streams", {
-        "devices": devices, "numpy": [numpy[0], *numpy[2:]],
-        "python": [version, gauss], "text": {
-            name: str(x) for name, x in streams.items()
-            if x.dtype.kind == "U"},
-        "extra": {name: trees[name] for name in apart}})
-    ranks = _collected(world, own)
-
-    arrays: Arrays = {f"value:{name}": every[0] for name, every
-                      in buffers.items() if f"value:{name}" in joint}
-    arrays |= {f"extra:{key}": x for key, x in more.items()
-               if key.rsplit("|", 2)[0] not in apart}
-    for name in buffers:
-        if f"value:{name}" not in joint:
-            arrays[f"value:{name}"] = np.concatenate(
-                [one[f"value|{name}"] for one in ranks])
-    found = {name: every for name, every in trees.items()
-             if name not in apart}
-    for name in apart:      # a state for each device
-        found[name] = []
-        for one, facts in zip(ranks, told):
-            every = facts["extra"][name]
-            for i in range(len(facts["devices"])):
-                j, g = i % len(every), len(found[name])
-                found[name].append(every[j])
-                begin = f"extra|{name}|{j}|"
-                arrays |= {f"extra:{name}|{g}|{key.removeprefix(begin)}": x
-                           for key, x in one.items() if key.startswith(begin)}
-    for rank, one in enumerate(ranks):
-        arrays |= {f"{key.replace('|', f':{rank}|', 1)}": x
-                   for key, x in one.items()
-                   if key.startswith(("stream|", "host|"))}
-    return {"devices": [name for one in told for name in one["devices"]],
-            "ranks": [len(one["devices"]) for one in told], "extra": found,
-            "streams": [{key: one[key] for key in ("numpy", "python", "text")}
-                        for one in told]}, arrays
+    version, python, gauss = random.getstate()
+    texts = {name for name, x in native.items() if x.dtype.kind == "U"}
+    return ({"numpy": [numpy[0], *numpy[2:]], "python": [version, gauss],
+             "text": {name: str(native[name]) for name in texts}},
+            {"host:numpy": numpy[1], "host:python": np.array(
+                python, np.uint32), **{f"stream:{name}": x for name, x in
+                                       native.items() if name not in texts}})
 
 
-def _collected(world: World, own: Arrays) -> list[Arrays]:
-    """The arrays of every rank, on rank 0; elsewhere, the own ones in the
-    place of all."""
-    told = world.gather("save_checkpoint: arrays", [
-        [name, x.dtype.str, list(x.shape)] for name, x in own.items()])
-    found = [own]
-    for rank, entries in enumerate(told[1:], 1):
-        sizes = [int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
-                 for _, dtype, shape in entries]
-        flat = np.empty(sum(sizes), np.uint8)
-        if rank == world.rank:
-            flat = np.concatenate([np.ascontiguousarray(x).reshape(-1)
-                                   .view(np.uint8) for x in own.values()])
-        world.broadcast(flat, rank)
-        one, end = {}, 0
-        for (name, dtype, shape), size in zip(entries, sizes):
-            begin, end = end, end + size
-            one[name] = flat[begin:end].view(dtype).reshape(shape)
-        found.append(one if world.is_main else own)
+def _gather_ranks(world: World, facts: dict[str, Any], own: Arrays
+                  ) -> list[Contents]:
+    """`facts` and arrays of every rank; the arrays on rank 0 alone. What it
+    has is not sent again."""
+    if world.size == 1:
+        return [(facts, own)]
+    found, known = [], dict[str, Any]()
+    for rank, (other, plan) in enumerate(world.gather(
+            "save_checkpoint: ranks", [facts, {
+                name: [digest_of(x), x.dtype.str, list(x.shape)]
+                for name, x in own.items()}])):
+        for name, entry in plan.items():
+            if str(entry) not in known:
+                x = own.get(name) if rank == 0 else _broadcast(
+                    world, rank, own.get(name), *entry[1:])
+                known[str(entry)] = x if world.is_main else None
+        found.append((other, {name: known[str(entry)]
+                              for name, entry in plan.items()}))
     return found
 
 
+def _broadcast(world: World, rank: int, x: np.ndarray | None, dtype: str,
+               shape: Sequence[int]) -> np.ndarray:
+    """The array `x` of a rank, on every rank."""
+    found = np.empty(shape, dtype)
+    if rank == world.rank:
+        found[...] = x
+    if found.size:
+        world.broadcast(found.reshape(-1).view(np.uint8), rank)
+    return found
+
+
+def _join_ranks(ranks: Sequence[Contents]) -> Contents:
+    """What a file holds of all ranks: a buffer, or an extra state, once where
+    it is the same on every device, else for each device."""
+    arrays: Arrays = {}
+    extra: dict[str, list[Any]] = {}
+    #: the process of each device
+    owners = [one for one in ranks for _ in one[0]["devices"]]
+    for key in ranks[0][1]:
+        name, _, number = key.rpartition("|")
+        if key.startswith("value:") and number == "0":
+            every = _deduplicate([
+                own[f"{name}|{i}"] for facts, own in ranks
+                for i in range(len(facts["devices"]))], digest_of)
+            arrays[name] = np.stack(every) if every[1:] else every[0]
+    for name in ranks[0][0]["extra"]:
+        begin = f"extra:{name}|0|"
+        states = _deduplicate([(facts["extra"][name][0], {
+            key.removeprefix(begin): x for key, x in own.items()
+            if key.startswith(begin)}) for facts, own in owners],
+            lambda one: json.dumps([one[0], {
+                key: digest_of(x) for key, x in one[1].items()}]))
+        extra[name] = [tree for tree, _ in states]
+        arrays |= {f"extra:{name}|{i}|{key}": x for i, (_, own)
+                   in enumerate(states) for key, x in own.items()}
+    for rank, (_, own) in enumerate(ranks):
+        arrays |= {key.replace(":", f":{rank}|", 1): x for key, x
+                   in own.items() if key.startswith(("stream:", "host:"))}
+    return {"devices": [name for facts, _ in ranks
+                        for name in facts["devices"]],
+            "ranks": [len(facts["devices"]) for facts, _ in ranks],
+            "extra": extra, "streams": [facts["host"] for facts, _ in ranks]
+            }, arrays
+
+
+def _deduplicate(every: list[Any], mark: Callable[[Any], str]) -> list[Any]:
+    """The first of `every`, if all have the same mark."""
+    return every[:1] if len({*map(mark, every)}) == 1 else every
+
+
 # -- going on -----------------------------------------------------------------
-
-class Saved(NamedTuple):
-    """What a file says, looked through."""
-
-    engine: str
-    devices: list[str]          # of all ranks
-    ranks: list[int]            # how many devices each has
-    states: trainer_states.TrainerStates
-    values: Arrays
-    extra: dict[str, list[Any]]
-    requests: dict[str, str]
-    position: dict[str, Any] | None
-    streams: list[tuple[dict[str, Any], Arrays]]    # of each rank
-    loop: dict[str, Any] | None
-
 
 def load_checkpoint(file: files.FilePath, replicas: Replicas,
                     trainer: Trainer, data: Data = None, *,
@@ -301,19 +277,31 @@ def load_checkpoint(file: files.FilePath, replicas: Replicas,
              data, seed)
 
 
-Contents = tuple[dict[str, Any], Arrays]
-
-
 def read(file: files.FilePath) -> Contents:
     """The header and the arrays of a whole checkpoint. CheckpointCorrupt,
     OSError."""
     def unpack(header: dict[str, Any], arrays: Arrays) -> Contents:
         if header["format"] != FORMAT:
-            header, arrays = _of_format_1(header, arrays)
-        _saved(header, arrays)
+            header, arrays = _upgrade(header, arrays)
+        _unpack(header, arrays)
         return header, arrays
-    return files.read_arrays(file, FORMATS, "a file of mgpu.save_checkpoint",
-                             unpack)
+    return files.read_arrays(file, FORMATS, _EXPECTED, unpack)
+
+
+def _unpack(header: Mapping[str, Any], arrays: Arrays) -> tuple[
+        trainer_states.TrainerStates, dict[str, list[Any]],
+        dict[str, Arrays]]:
+    """The states of the trainer and of layers, and all arrays by the first
+    part of their names. An Exception for what `write` does not write."""
+    groups: dict[str, Arrays] = {name: {} for name in (
+        "slot", "value", "stream", "host", "extra", "called")}
+    for key, x in arrays.items():
+        group, _, name = key.partition(":")
+        groups[group][name] = x
+    for request in header["grad_req"].values():
+        messages.check_grad_req(request)
+    return (trainer_states.unpack(header["states"], groups["slot"]),
+            extra_states.unpack(header["extra"], groups["extra"]), groups)
 
 
 def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
@@ -327,16 +315,12 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
     if seed is not None:
         seed = integer("seed", seed, 0)
     replicas.check_complete()
-    header, arrays = _shared(span.world, contents)
-    saved = _saved(header, arrays)
-    told = span.world.gather("load_checkpoint: devices",
-                             list(map(str, replicas.devices)))
-    own_place = (backend.name, [name for names in told for name in names],
-                 list(map(len, told)))
-    place = saved.engine, saved.devices, saved.ranks
-    rank = span.world.rank
-    host, streams = saved.streams[rank if rank < len(saved.streams) else 0]
-
+    header, arrays = _share(span.world, contents)
+    states, extra, groups = _unpack(header, arrays)
+    devices = span.world.gather("load_checkpoint: devices",
+                                list(map(str, replicas.devices)))
+    place = {"engine": backend.name, "ranks": [*map(len, devices)],
+             "devices": [name for names in devices for name in names]}
     wrong: list[str] = []
 
     def checked(check: Callable[..., Any], *arguments: Any) -> Any:
@@ -344,22 +328,24 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
             return check(*arguments)
         except ValueError as error:
             wrong.append(str(error))
-    count = len(saved.devices)
-    values = _own_values(replicas, saved.values, count, wrong)
+    count = len(header["devices"])
+    values = _select_values(replicas, groups["value"], count, wrong)
     put_values = checked(replicas.fit_numpy, values)
-    put_states = checked(trainer.fit_states, saved.states, "the checkpoint")
-    if seed is None and place != own_place:
+    put_states = checked(trainer.fit_states, states, "the checkpoint")
+    if seed is None and any(header[name] != x for name, x in place.items()):
         wrong.append(
-            "random streams belong to an engine and its devices; received "
-            f"a checkpoint of {_place(*place)} for {_place(*own_place)}. "
-            f"Pass {cure} to begin new streams, or use the same devices.")
-    checked(_check_position, saved.position, source)
-    checked(_check_extra, replicas, saved.extra, count)
+            "random streams belong to devices; received a checkpoint of "
+            f"{_describe(header)} for {_describe(place)}. Pass {cure} to "
+            "begin new streams, or use the same devices.")
+    checked(_check_position, header["position"], source)
+    checked(_check_extra, replicas, extra)
     if wrong:
         raise ValueError(" Besides, ".join(wrong))
-    put_back = [_host_streams(host, streams)]
-    if seed is None:
-        put_back.append(_fitted(file, backend, host, streams))
+    try:
+        put_streams = _fit_streams(header, groups, span.world.rank,
+                                   backend if seed is None else None)
+    except Exception as error:
+        raise files.corrupt(file, _EXPECTED, error) from error
     span.world.gather("load_checkpoint: it fits")
 
     def apply() -> None:
@@ -367,126 +353,65 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
         replicas.network.set_extra_states({
             name: extra_states.build(every[span.first % len(every)], backend,
                                      replicas.devices[0])
-            for name, every in saved.extra.items()})
+            for name, every in extra.items()})
         put_values()
         for p in replicas.params():
-            if saved.requests.get(p.name, p.grad_req) != p.grad_req:
-                p.grad_req = saved.requests[p.name]
-        if source is not None and saved.position is not None:
-            source.position = saved.position["position"]
+            if header["grad_req"].get(p.name, p.grad_req) != p.grad_req:
+                p.grad_req = header["grad_req"][p.name]
+        if source is not None:
+            source.position = tuple(header["position"]["position"])
     backend.uninterrupted(apply)
     # In this thread: MXNet's streams are those of the thread that queues.
     if seed is not None:
         backend.seed(seed)
-    for put in put_back:
-        put()
-    return saved.loop
+    put_streams()
+    loop = header.get("loop")
+    return loop and {**loop, "arrays": groups["called"]}
 
 
-def _place(engine: str, devices: Sequence[str], ranks: Sequence[int]) -> str:
-    return f"{engine} on [{', '.join(devices)}]" + (
-        f" of {len(ranks)} processes with {', '.join(map(str, ranks))} "
-        "devices" if len(ranks) > 1 else "")
+def _describe(place: Mapping[str, Any]) -> str:
+    return (f"{place['engine']} in {len(place['ranks'])} processes, on "
+            f"[{', '.join(place['devices'])}]")
 
 
-def _fitted(file: Any, backend: Any, host: Mapping[str, Any],
-            streams: Mapping[str, np.ndarray]) -> Callable[[], None]:
-    try:
-        return backend.fit_streams({
-            **{name: np.array(text) for name, text in host["text"].items()},
-            **{key.removeprefix("stream|"): x for key, x in streams.items()
-               if key.startswith("stream|")}})
-    except Exception as error:
-        raise files.corrupt(file, "a file of mgpu.save_checkpoint", error
-                            ) from error
+def _fit_streams(header: Mapping[str, Any], groups: Mapping[str, Arrays],
+                 rank: int, backend: Any) -> Callable[[], None]:
+    """A function that puts back the streams of NumPy and Python that `rank`
+    had, or rank 0, and those of `backend` unless it is None."""
+    rank = rank if rank < len(header["streams"]) else 0
+    host = header["streams"][rank]
+    (name, *rest), (version, gauss) = host["numpy"], host["python"]
+    numpy = name, groups["host"][f"{rank}|numpy"], *rest
+    python = (version, tuple(groups["host"][f"{rank}|python"].tolist()),
+              gauss)
+    np.random.RandomState().set_state(numpy)
+    random.Random().setstate(python)
+    native = None if backend is None else backend.fit_streams({
+        **{name: np.array(text) for name, text in host["text"].items()},
+        **{key.removeprefix(f"{rank}|"): x
+           for key, x in groups["stream"].items()
+           if key.startswith(f"{rank}|")}})
+
+    def put_back() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if native is not None:
+            native()
+    return put_back
 
 
-def _shared(world: World, contents: Contents | None) -> Contents:
+def _share(world: World, contents: Contents | None) -> Contents:
     """What rank 0 has read, on every rank."""
     header, arrays = contents or ({}, {})
     if world.size == 1:
         return header, arrays
-    text = json.dumps([header, [[name, x.dtype.str, list(x.shape)]
-                                for name, x in arrays.items()]]).encode()
-    size = world.gather("load_checkpoint", len(text))[0]
-    flat = np.frombuffer(bytearray(text), np.uint8) if world.is_main \
-        else np.empty(size, np.uint8)
-    world.broadcast(flat)
-    header, entries = json.loads(flat.tobytes())
-    found = {}
-    for name, dtype, shape in entries:
-        x = np.array(arrays[name], order="C") if world.is_main \
-            else np.empty(shape, dtype)
-        if x.size:
-            world.broadcast(x.reshape(-1).view(np.uint8))
-        found[name] = x
-    return header, found
+    header, plan = world.gather("load_checkpoint", [header, {
+        name: [x.dtype.str, list(x.shape)] for name, x in arrays.items()}])[0]
+    return header, {name: _broadcast(world, 0, arrays.get(name), *entry)
+                    for name, entry in plan.items()}
 
 
-def _saved(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
-           ) -> Saved:
-    """An Exception for what `write` cannot have written."""
-    groups: dict[str, Any] = {"slot": {}, "value": {}, "stream": {},
-                              "host": {}, "extra": {}, "called": {}}
-    for key, x in arrays.items():
-        group, _, name = key.partition(":")
-        groups[group][name] = x
-    at = header["position"]
-    if at is not None:
-        epoch, number = at["position"]
-        at = {name: at[name] for name in _ORDER} | {"position": (
-            integer("position", epoch, 0), integer("position", number, 0)),
-            "contents": list(at.get("contents", ()))}
-    for request in header["grad_req"].values():
-        messages.check_grad_req(request)
-    streams: list[tuple[dict[str, Any], Arrays]] = []
-    for rank, host in enumerate(header["streams"]):
-        own = {f"{group}|{key.removeprefix(f'{rank}|')}": x
-               for group in ("stream", "host")
-               for key, x in groups[group].items()
-               if key.startswith(f"{rank}|")}
-        _host_streams(host, own)
-        streams.append((host, own))
-    strange = [key for group in ("stream", "host") for key in groups[group]
-               if key.partition("|")[0] not in map(str, range(len(streams)))]
-    strange += [key for key in groups["extra"]
-                if key.rsplit("|", 2)[0] not in header["extra"]]
-    if strange:
-        raise ValueError(f"an array {strange[0][:200]!r} of nothing")
-    devices = [*map(str, header["devices"])]
-    ranks = [integer("devices", n, 1) for n in header["ranks"]]
-    if sum(ranks) != len(devices) or len(ranks) != len(streams):
-        raise ValueError(f"{len(devices)} devices of ranks with {ranks}")
-    loop = header.get("loop")
-    if loop is not None:
-        _check_loop(loop)
-        loop = {**loop, "arrays": groups["called"]}
-    return Saved(str(header["engine"]), devices, ranks,
-                 trainer_states.unpack(header["states"], groups["slot"]),
-                 groups["value"],
-                 extra_states.unpack(header["extra"], groups["extra"]),
-                 header["grad_req"], at, streams, loop)
-
-
-def _check_loop(loop: Mapping[str, Any]) -> None:
-    epochs = integer("epochs", loop["epochs"], 0)
-    if loop["test_epoch"] is not None:
-        integer("test_epoch", loop["test_epoch"], 0)
-    history = loop["history"]
-    for size in loop["sizes"]:
-        integer("rows", size, 0)
-    for name, each in history.items():
-        if name == "devices":
-            continue
-        if not all(is_number(x) for x in each) \
-                or len(each) != epochs and name != "loss_per_step" \
-                and (each or name != "test_acc"):
-            raise ValueError(f"a history with {name} of {len(each)}")
-    if len(history["loss_per_step"]) < len(loop["sizes"]):
-        raise ValueError("fewer losses than steps")
-
-
-def _of_format_1(header: dict[str, Any], arrays: Arrays) -> Contents:
+def _upgrade(header: dict[str, Any], arrays: Arrays) -> Contents:
     """A file of mgpu 0.1 as one of today."""
     numpy, (version, internal, gauss) = header["numpy"], header["python"]
     found = {f"stream:0|{key[7:]}" if key.startswith("stream:") else key: x
@@ -506,63 +431,51 @@ def _of_format_1(header: dict[str, Any], arrays: Arrays) -> Contents:
 def _check_between_steps(replicas: Replicas, trainer: Trainer) -> None:
     backend = replicas.backend
     for p in filter(trainer.trains, replicas.params()):
-        request = p.grad_req
-        if request == "null":
-            continue
-        if trainer.pending or backend.is_fresh(p.data()):
-            raise RuntimeError(
-                "a checkpoint holds no gradients; received a trainer whose "
-                f"step is not done: {p.name!r} has a new gradient. Save after "
-                "Trainer.step or, where no step is to apply the batch, after "
-                "Replicas.zero_grad.")
-        if request == "add" and backend.to_numpy(p.grad()).any():
+        if p.grad_req != "null" and (
+                trainer.pending or backend.is_fresh(p.data())
+                or p.grad_req == "add"
+                and backend.to_numpy(p.grad()).any()):
             raise RuntimeError(
                 "a checkpoint holds no gradients; received one of "
-                f"{p.name!r}, with grad_req='add', that is not zero. Save "
-                "after Replicas.zero_grad.")
+                f"{p.name!r}. Save after Trainer.step or, where no step is to "
+                "apply it, after Replicas.zero_grad.")
 
 
 def _source(data: Any) -> BatchIterator:
     source = order_of(data)
     if source is None:
         raise TypeError(
-            "a position is that of a BatchIterator (mgpu.datasets), or of "
-            f"mgpu.prefetch of one; received {type(data).__name__}. Leave "
-            "data out, and bring your data to its place yourself.")
+            "data is a BatchIterator (mgpu.datasets), or mgpu.prefetch of "
+            f"one; received {type(data).__name__}. Leave it out.")
     return source
 
 
-def _position(data: Any) -> dict[str, Any]:
+def _export_position(data: Any) -> dict[str, Any]:
     source = _source(data)
     return {"position": source.stepped, "contents": source.contents, **{
         name: getattr(source, name) for name in _ORDER}}
 
 
 def _check_position(saved: Any, source: BatchIterator | None) -> None:
-    if saved is None and source is None:
-        return
-    wrong = []
     if saved is None or source is None:
-        wrong.append("data without a position in the file" if saved is None
-                     else "a position in the file without data")
+        wrong = [] if saved is source else [
+            "data without a position in the file" if saved is None
+            else "a position in the file without data"]
     else:
-        wrong += [f"{name}={getattr(source, name)!r} for a position with "
-                  f"{saved[name]!r}" for name in _ORDER
-                  if saved[name] != getattr(source, name)]
-        if not same_examples(saved["contents"], source.contents):
+        wrong = [f"{name}={getattr(source, name)!r} for a position with "
+                 f"{saved.get(name)!r}" for name in _ORDER
+                 if saved.get(name) != getattr(source, name)]
+        if not same_examples(saved.get("contents", ()), source.contents):
             wrong.append("other examples than those of the position")
-        _, number = saved["position"]
-        if number >= len(source):
-            wrong.append(f"batch {number} of {len(source)}")
+        if saved["position"][1] >= len(source):
+            wrong.append(f"batch {saved['position'][1]} of {len(source)}")
     if wrong:
-        raise ValueError(
-            "a position counts the batches of one order; received "
-            f"{'; '.join(wrong)}. Pass as data what the run that saved "
-            "passed.")
+        raise ValueError(f"received {'; '.join(wrong)}. Pass as data what "
+                         "the run that saved passed.")
 
 
-def _own_values(replicas: Replicas, values: Mapping[str, np.ndarray],
-                count: int, wrong: list[str]) -> Arrays:
+def _select_values(replicas: Replicas, values: Mapping[str, np.ndarray],
+                   count: int, wrong: list[str]) -> Arrays:
     """The values of this rank's devices, of `count` in the file. What
     `Replicas.import_numpy` would round, or cannot tell, goes to `wrong`."""
     span, found = replicas.span, dict(values)
@@ -573,56 +486,32 @@ def _own_values(replicas: Replicas, values: Mapping[str, np.ndarray],
             continue
         if x.dtype.name != p.dtype != "bfloat16":   # NumPy has no such dtype
             rounded.append(f"{p.name} of {x.dtype} instead of {p.dtype}")
-        if p.kind not in BUFFERS or x.shape != (count, *p.shape):
-            continue
-        if count != span.total:
-            apart.append(p.name)
-            found[p.name] = x[0]
-        else:
-            own = x[span.first:span.first + len(replicas)]
-            found[p.name] = own if len(own) > 1 else own[0]
+        if p.kind in BUFFERS and x.shape == (count, *p.shape):
+            if count != span.total:
+                apart.append(p.name)
+            own = x[span.first % count:][:len(replicas)]
+            found[p.name] = own if len(own) == len(replicas) > 1 else own[0]
     if rounded:
         wrong.append("a checkpoint is not rounded; received "
                      f"{'; '.join(rounded)}. Initialize with that dtype.")
     if apart:
-        wrong.append(
-            f"the buffers of {count} devices ({apart[0]}, ...) differ, so "
-            f"they are those of no other number; received {replicas!r}. Use "
-            f"{count} devices, or train with batch_norm='average' or 'sync'.")
+        wrong.append(_only_for("buffers", apart[0], count, replicas))
     return found
 
 
-def _check_extra(replicas: Replicas, extra: Mapping[str, list[Any]],
-                 count: int) -> None:
+def _only_for(what: str, name: str, count: int, replicas: Replicas) -> str:
+    return (f"the {what} of {count} devices ({name}, ...) differ, so they are "
+            f"those of no other number; received {replicas!r}. Use {count} "
+            "devices, or train with batch_norm='average' or 'sync'.")
+
+
+def _check_extra(replicas: Replicas, extra: Mapping[str, list[Any]]) -> None:
     names = replicas.network.extra_names()
     if set(extra) != set(names):
         raise ValueError(
-            "a checkpoint holds what get_extra_state of the network's layers "
-            f"gives; received {sorted(extra)} for {names}. Use the network "
-            "that was saved (older versions of mgpu saved none).")
-    apart = [name for name, every in extra.items()
-             if len(every) not in (1, replicas.span.total)]
-    if apart:
-        raise ValueError(
-            f"extra states of {count} devices ({apart[0]}, ...) differ, so "
-            f"they are those of no other number; received {replicas!r}. Use "
-            f"{count} devices.")
-
-
-def _host_streams(host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
-                  ) -> Callable[[], None]:
-    """A function that puts NumPy's and Python's global streams back."""
-    name, place, *rest = host["numpy"]
-    keys = arrays["host|numpy"]
-    version, gauss = host["python"]
-    python = version, tuple(arrays["host|python"].tolist()), gauss
-    random.Random().setstate(python)
-    if not 0 <= place <= len(keys):     # NumPy would read beyond it
-        raise ValueError(f"a position in NumPy's stream of {place}")
-    numpy = name, keys, place, *rest
-    np.random.RandomState().set_state(numpy)
-
-    def put_back() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-    return put_back
+            "a checkpoint holds the extra states of layers; received "
+            f"{sorted(extra)} for {names}. Use the network that was saved.")
+    for name, every in extra.items():
+        if len(every) not in (1, replicas.span.total):
+            raise ValueError(_only_for("extra states", name, len(every),
+                                     replicas))

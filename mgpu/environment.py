@@ -4,10 +4,12 @@ it can do without.
 Each variable stands here once, with its meaning and its reader. `mgpu doctor`,
 README's table and the guide are made from `VARIABLES`.
 """
+import contextlib
 import importlib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 
@@ -43,34 +45,21 @@ def flag(name: str) -> bool:
     return text == "1"
 
 
-def _count(name: str, default: int | None) -> int | None:
+def _count(name: str) -> int | None:
     text = os.environ.get(name)
-    if not text:
-        return default
-    if not text.isdecimal() or int(text) < 1:
+    if text and (not text.isdecimal() or int(text) < 1):
         raise ValueError(f"{name} must be a whole number, 1 or more; received "
                          f"{text!r}. Unset it, or set it to such a number.")
-    return int(text)
+    return int(text) if text else None
 
 
-def backend() -> str | None:
-    """``MGPU_BACKEND``, or None."""
-    return _text("MGPU_BACKEND")
-
-
-def data_folder() -> str | None:
-    """``MGPU_DATA``, or None."""
-    return _text("MGPU_DATA")
-
-
-def debug() -> bool:
-    """``MGPU_DEBUG``."""
-    return flag("MGPU_DEBUG")
-
-
-def engine() -> str | None:
-    """``MGPU_ENGINE``, or None."""
-    return _text("MGPU_ENGINE")
+#: the value of each variable now, checked; None where it is not set
+backend = partial(_text, "MGPU_BACKEND")
+data_folder = partial(_text, "MGPU_DATA")
+debug = partial(flag, "MGPU_DEBUG")
+engine = partial(_text, "MGPU_ENGINE")
+logical_gpus = partial(_count, "MGPU_LOGICAL_GPUS")
+strict_devices = partial(flag, "MGPU_STRICT_DEVICES")
 
 
 def keep_memory() -> bool:
@@ -79,37 +68,23 @@ def keep_memory() -> bool:
         or flag("MGPU_KEEP_MEMORY")
 
 
-def logical_gpus() -> int | None:
-    """``MGPU_LOGICAL_GPUS``, or None. ValueError for another value than a
-    whole number, 1 or more."""
-    return _count("MGPU_LOGICAL_GPUS", None)
-
-
-def strict_devices() -> bool:
-    """``MGPU_STRICT_DEVICES``."""
-    return flag("MGPU_STRICT_DEVICES")
-
-
 def timeout() -> float | None:
     """``MGPU_TIMEOUT``, or None. ValueError for another value than a number
     above 0."""
     text = os.environ.get("MGPU_TIMEOUT")
     if not text:
         return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError("MGPU_TIMEOUT must be a number above 0; received "
-                         f"{text!r}. Unset it, or set it to such a number.")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise ValueError("MGPU_TIMEOUT must be a number above 0; received "
+                     f"{text!r}. Unset it, or set it to such a number.")
 
 
 def threads_per_device() -> int:
     """``MGPU_THREADS_PER_DEVICE``: cores that one logical CPU device computes
     on. ValueError for another value than a whole number, 1 or more."""
-    return _count("MGPU_THREADS_PER_DEVICE", 1) or 1
+    return _count("MGPU_THREADS_PER_DEVICE") or 1
 
 
 VARIABLES = (
@@ -138,7 +113,7 @@ VARIABLES = (
              "script that does not say. Without it: 300.", timeout),
     Variable("MGPU_TEST_BACKENDS", "The engines that mgpu's own tests run on, "
              "with commas between them. Without it: both.",
-             lambda: _text("MGPU_TEST_BACKENDS")),
+             partial(_text, "MGPU_TEST_BACKENDS")),
 )
 
 
@@ -163,6 +138,4 @@ def package(name: str, user: str, *modules: str) -> Any:
 
 def cpu_cores() -> int:
     """The number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))

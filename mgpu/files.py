@@ -35,8 +35,7 @@ def path_of(file: FilePath) -> str:
     number for the descriptor of an open file, and close that."""
     if not isinstance(file, (str, os.PathLike)):
         raise TypeError("a path names a file; received "
-                        f"{type(file).__name__}. Pass a text, for example "
-                        "'run.npz', or a pathlib.Path.")
+                        f"{type(file).__name__}. Pass a text or a Path.")
     path = os.fsdecode(file)
     if "\0" in path:
         raise ValueError("a path has no null character; received "
@@ -50,9 +49,8 @@ def check_not_read(file: FilePath, *read: FilePath | None) -> None:
     for path in read:
         if path is not None and os.path.exists(file) \
                 and os.path.exists(path) and os.path.samefile(file, path):
-            raise ValueError("a file that is read is not written over; "
-                             f"received {path_of(file)!r} for both. Name "
-                             "another file to write.")
+            raise ValueError(f"received {path_of(file)!r} to read and to "
+                             "write. Name another file to write.")
 
 
 def check_not_other(part: str, file: FilePath,
@@ -60,9 +58,8 @@ def check_not_other(part: str, file: FilePath,
     """Refuse to let `part` replace a `file` of other contents
     (FileExistsError), such as a person's edits."""
     if os.path.isfile(file) and not filecmp.cmp(part, file, shallow=False):
-        raise FileExistsError("a file that is there is not replaced by "
-                              f"another one; received {path_of(file)!r}. "
-                              + cure)
+        raise FileExistsError(f"{path_of(file)!r} is there, with other "
+                              f"contents. {cure}")
 
 
 def check_file(file: FilePath) -> str:
@@ -140,21 +137,20 @@ def write_json(file: Any, data: Any) -> None:
 def write_arrays(file: FilePath, header: Mapping[str, Any],
                  arrays: Mapping[str, np.ndarray]) -> None:
     """Write a `tensor_files` with `header`, which is fit for JSON, whole or
-    not at all. Returns when it is on the disk. What processes that were
-    killed have left in its folder is swept away. FileExistsError where `file`
-    is a link: who can write to its folder could have made it, to any file of
-    yours."""
+    not at all. Returns when it is on the disk. Removes the parts that killed
+    processes have left in its folder. FileExistsError where `file` is a link:
+    who can write to its folder could have made it, to any file of yours."""
     path = path_of(file)
     if os.path.islink(path):
         raise FileExistsError(
-            "a checkpoint replaces a file, not what a link names; received "
+            "a checkpoint does not replace a link; received "
             f"{path!r}, a link to {os.readlink(path)!r}. Pass the name of "
             "that file, or remove the link.")
-    head, order = tensor_files.head_of(header, arrays)
+    parts = tensor_files.parts(header, arrays)
     with contextlib.ExitStack() as held:    # the lock is kept until the end
         with part_of(path, _SAVED) as part:
-            stream = held.enter_context(_locked(part))
-            for data in tensor_files.parts(head, order):
+            stream = held.enter_context(_open_locked(part))
+            for data in parts:
                 while data:
                     data = data[stream.write(data):]
             if os.path.isfile(part):
@@ -167,22 +163,18 @@ def write_arrays(file: FilePath, header: Mapping[str, Any],
 
 #: how the name of a part ends that `write_arrays` makes
 _SAVED = ".saving"
+_LEFT = re.compile("[0-9a-f]{16}" + re.escape(_SAVED))
 
 
-def _locked(part: str) -> Any:
-    """`part`, open to write, and locked as long as it is open: `sweep` takes
-    away what nobody holds."""
+def _open_locked(part: str) -> Any:
+    """`part`, open to write, and locked as long as it is open: `sweep`
+    removes only what is not locked."""
     while True:
         stream = open(part, "wb", buffering=0)
-        try:
-            with contextlib.suppress(OSError):  # where nothing is locked,
-                if os.path.isfile(part):        # nothing is swept
-                    fcntl.flock(stream, fcntl.LOCK_EX)
-            if os.fstat(stream.fileno()).st_nlink:
-                return stream
-        except BaseException:
-            stream.close()
-            raise
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        if os.fstat(stream.fileno()).st_nlink:
+            return stream
         stream.close()      # swept before it was locked
 
 
@@ -199,23 +191,14 @@ def _sync_folder(folder: str) -> None:
 
 
 def sweep(folder: str) -> None:
-    """Remove the parts that writers have left in `folder` which were killed.
-    Those of writers that live are locked."""
+    """Remove the parts that killed writers have left in `folder`. Those of
+    other writers are locked."""
     for entry in os.scandir(folder):
         if _LEFT.fullmatch(entry.name) \
                 and entry.is_file(follow_symlinks=False):
-            with contextlib.suppress(OSError), open(
-                    entry.path, "rb", opener=_as_it_is) as part:
+            with contextlib.suppress(OSError), open(entry.path, "rb") as part:
                 fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(entry.path)
-
-
-def _as_it_is(path: str, flags: int) -> int:
-    """An opener that follows no link and waits for no pipe."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-_LEFT = re.compile("[0-9a-f]{16}" + re.escape(_SAVED))
 
 
 def opened(file: FilePath) -> Any:
@@ -224,30 +207,31 @@ def opened(file: FilePath) -> Any:
         path, flags | os.O_NONBLOCK))
 
 
-def read_arrays(file: FilePath, forms: Collection[str], expected: str,
+def read_arrays(file: FilePath, forms: Collection[str] | None, expected: str,
                 unpack: Callable[[dict[str, Any], dict[str, np.ndarray]], Any]
                 ) -> Any:
     """``unpack(header, arrays)`` of a file of `write_arrays`, or of the npz
     files that older versions of mgpu have written.
 
-    Nothing in it is executed, and it takes as much memory as it has bytes.
-    OSError for a file that cannot be opened; CheckpointCorrupt, saying what
-    was `expected`, for one that is damaged, whose header has a "format" that
-    is not in `forms`, or that `unpack` raises an Exception for.
+    Nothing in it is executed, and its arrays take as much memory as it has
+    bytes. OSError for a file that cannot be opened; CheckpointCorrupt, saying
+    what was `expected`, for one that is damaged, whose header has a "format"
+    that is not in `forms` (None: any safetensors file, also without a
+    header), or that `unpack` raises an Exception for.
     """
     with opened(file) as stream:
         try:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            about = os.fstat(stream.fileno())
+            if not stat.S_ISREG(about.st_mode):
                 raise ValueError("it is no regular file")
             if stream.read(4) == b"PK\3\4":     # no header is as long
                 arrays = dict(npy_members(stream))
                 header = json.loads(str(arrays.pop("header")))
             else:
                 stream.seek(0)
-                header, arrays = tensor_files.read(
-                    stream, os.fstat(stream.fileno()).st_size)
-            if header["format"] not in forms:
-                raise ValueError(f"its format is {header['format']!r}")
+                header, arrays = tensor_files.read(stream, about.st_size)
+            if forms is not None and header.get("format") not in forms:
+                raise ValueError(f"its format is {header.get('format')!r}")
             return unpack(header, arrays)
         except Exception as error:  # zip, NumPy, JSON: each has its own
             raise corrupt(file, expected, error) from error

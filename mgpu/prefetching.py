@@ -26,44 +26,44 @@ AT_EXIT = 10.0
 _NAME = "mgpu-prefetch"
 
 
-class _Threads:
-    """They draw, or wait for something to draw, and never end: MXNet does
-    not give back what a thread's random streams take (5 MB)."""
-
-    def __init__(self) -> None:
-        self._reset()
-        # A forked child has none of its parent's threads.
-        os.register_at_fork(after_in_child=self._reset)
-
-    def _reset(self) -> None:
-        self._work: queue.SimpleQueue = queue.SimpleQueue()
-        self._idle: list[bool] = []     # an entry for each that waits
-
-    def hand_out(self, job: list[Callable[[], Any]],
-                 ended: queue.SimpleQueue) -> None:
-        """Let a thread take the function out of `job` and call it; then
-        `ended` has an entry."""
-        try:
-            self._idle.pop()
-        except IndexError:
-            threading.Thread(target=self._loop, name=f"{_NAME}-idle",
-                             daemon=True).start()
-        self._work.put((job, ended))
-
-    def _loop(self) -> None:
-        thread = threading.current_thread()
-        while True:
-            job, ended = self._work.get()
-            _here.ended = ended
-            thread.name = _NAME
-            job.pop()()     # no reference to it stays here
-            thread.name = f"{_NAME}-idle"
-            self._idle.append(True)
-            ended.put(True)
-
-
-_threads = _Threads()
+# Threads that draw, or wait for something to draw, never end: MXNet does not
+# give back what a thread's random streams take (5 MB).
+_work: queue.SimpleQueue = queue.SimpleQueue()
+_idle: list[bool] = []          # an entry for each that waits
 _here = threading.local()       # .ended: of what this thread draws
+
+
+def _reset() -> None:
+    """A forked child has none of its parent's threads."""
+    global _work
+    _work = queue.SimpleQueue()
+    _idle.clear()
+
+
+os.register_at_fork(after_in_child=_reset)
+
+
+def _hand_out(job: list[Callable[[], Any]], ended: queue.SimpleQueue) -> None:
+    """Let a thread take the function out of `job` and call it; then `ended`
+    has an entry."""
+    try:
+        _idle.pop()
+    except IndexError:
+        threading.Thread(target=_loop, name=f"{_NAME}-idle", daemon=True
+                         ).start()
+    _work.put((job, ended))
+
+
+def _loop() -> None:
+    thread = threading.current_thread()
+    while True:
+        job, ended = _work.get()
+        _here.ended = ended
+        thread.name = _NAME
+        job.pop()()     # no reference to it stays here
+        thread.name = f"{_NAME}-idle"
+        _idle.append(True)
+        ended.put(True)
 
 
 def prefetch(data: Iterable[Any], depth: int = 1, *, devices: Any = None
@@ -152,98 +152,84 @@ class Prefetched:
         return len(self.data)      # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        # Not a generator itself: `data` may count its epochs by iter().
-        backend = get_backend()
+        # Not a generator itself: `data` may count its epochs by iter(). What
+        # the thread knows, in `draw`, does not lead to the generator below:
+        # dropping that is what ends the thread. No semaphore and no event:
+        # Ctrl-C inside one can leave its lock taken, for ever. These queues
+        # are written in C.
+        backend, data = get_backend(), self.data
         pin = backend.pinner(self._devices or try_all_gpus())
-        source = iter(as_rounds(self.data))
-        epoch = None
-        if isinstance(source, Epoch):
-            source.moves, epoch = False, source
-        # What draws no random numbers needs no streams.
-        fixed = isinstance(self.data, (list, tuple)) \
-            or isinstance(self.data, BatchIterator) and self.data.fixed
+        source = iter(as_rounds(data))
+        epoch = source if isinstance(source, Epoch) else None
+        if epoch is not None:
+            epoch.moves = False
         # An entry is made for each: no more than could ever wait.
-        depth = min(self._depth, max(1, length_hint(self.data, 1 << 16)))
-        return _batches(source, depth, pin, epoch, backend.carry(),
-                        (lambda stop: nullcontext) if fixed
-                        else backend.drawing, backend.aside,
-                        contextvars.copy_context())
+        depth = min(self._depth, max(1, length_hint(data, 1 << 16)))
+        modes, context = backend.carry(), contextvars.copy_context()
+        drawn: queue.SimpleQueue = queue.SimpleQueue()  # a batch, or nothing
+        wanted: queue.SimpleQueue = queue.SimpleQueue()     # draw one
+        ended: queue.SimpleQueue = queue.SimpleQueue()
+        stop: list[bool] = []       # not empty: draw no more
+        failure: list[BaseException] = []
+        job: list[Callable[[], Any]] = []
+        process = os.getpid()       # a forked one has no thread to wait for
+
+        def draw(drawing: Callable[[], AbstractContextManager[None]]) -> None:
+            try:
+                with modes():
+                    while wanted.get() and not stop:
+                        with drawing():
+                            box = list(itertools.islice(source, 1))
+                        if not box:
+                            break
+                        if pin is not None:
+                            box = map_leaves(pin, box)
+                        drawn.put(box)
+                        del box
+            except BaseException as error:  # raised where it is waited for
+                failure.append(error)
+            drawn.put([])
+
+        def end(seconds: float | None = None) -> None:
+            stop.append(True)
+            wanted.put(True)
+            # The last reference may go while the thread itself runs.
+            if not job and process == os.getpid() \
+                    and getattr(_here, "ended", None) is not ended:
+                with backend.aside(), suppress(queue.Empty):
+                    ended.put(ended.get(timeout=seconds))
+
+        def batches() -> Iterator[Any]:
+            # What draws no random numbers needs no streams.
+            fixed = isinstance(data, (list, tuple)) \
+                or isinstance(data, BatchIterator) and data.fixed
+            job.append(functools.partial(
+                context.run, draw, nullcontext if fixed
+                else backend.drawing(stop)))
+            for _ in range(depth):
+                wanted.put(True)
+            # Code of an engine aborts where the interpreter ends under it.
+            atexit.register(end, AT_EXIT)
+            try:
+                _hand_out(job, ended)
+                while True:
+                    with backend.aside():
+                        box = drawn.get()
+                    wanted.put(True)
+                    if not box:
+                        break
+                    if epoch is not None:
+                        epoch.taken()
+                    yield box.pop()     # no reference to it stays here
+                if failure:
+                    raise failure.pop()
+                if epoch is not None:
+                    epoch.ended()
+            finally:
+                atexit.unregister(end)
+                if not sys.is_finalizing():     # that has waited already
+                    end()
+        return batches()
 
     def __repr__(self) -> str:
         return f"prefetch({self.data!r}, depth={self._depth})"
-
-
-def _batches(source: Iterator[Any], depth: int,
-             pin: Callable[[Any], Any] | None,
-             epoch: Epoch | None,
-             modes: Callable[[], AbstractContextManager[None]],
-             drawing: Callable[..., Callable[[], Any]],
-             aside: Callable[[], AbstractContextManager[None]],
-             context: contextvars.Context) -> Iterator[Any]:
-    # What the thread knows does not lead to this generator: dropping that
-    # is what ends the thread. No semaphore and no event: Ctrl-C inside one
-    # can leave its lock taken, for ever. These queues are written in C.
-    drawn: queue.SimpleQueue = queue.SimpleQueue()
-    wanted: queue.SimpleQueue = queue.SimpleQueue()     # an entry: draw one
-    stop: list[bool] = []       # not empty: draw no more
-    failure: list[BaseException] = []
-    for _ in range(depth):
-        wanted.put(True)
-    job: list[Callable[[], Any]] = [functools.partial(
-        context.run, _draw, source, pin, modes, drawing(stop), drawn, wanted,
-        stop, failure)]
-    ended: queue.SimpleQueue = queue.SimpleQueue()
-    process = os.getpid()       # a forked one has no thread to wait for
-    del source, pin, context
-
-    def end(seconds: float | None = None) -> None:
-        stop.append(True)
-        wanted.put(True)
-        # The last reference may go while the thread itself runs.
-        if not job and process == os.getpid() \
-                and getattr(_here, "ended", None) is not ended:
-            with aside(), suppress(queue.Empty):
-                ended.put(ended.get(timeout=seconds))
-    # Code of an engine aborts where the interpreter ends under it.
-    atexit.register(end, AT_EXIT)
-    try:
-        _threads.hand_out(job, ended)
-        while True:
-            with aside():
-                box = drawn.get()
-            wanted.put(True)
-            if not box:
-                break
-            if epoch is not None:
-                epoch.taken()
-            yield box.pop()     # no reference to it stays here
-        if failure:
-            raise failure.pop()
-        if epoch is not None:
-            epoch.ended()
-    finally:
-        atexit.unregister(end)
-        if not sys.is_finalizing():     # that has waited already
-            end()
-
-
-def _draw(source: Iterator[Any], pin: Callable[[Any], Any] | None,
-          modes: Callable[[], AbstractContextManager[None]],
-          drawing: Callable[[], AbstractContextManager[None]],
-          drawn: queue.SimpleQueue, wanted: queue.SimpleQueue,
-          stop: list[bool], failure: list[BaseException]) -> None:
-    """Boxes with a batch each, then an empty one."""
-    try:
-        with modes():
-            while wanted.get() and not stop:
-                with drawing():
-                    box = list(itertools.islice(source, 1))
-                if not box:
-                    break
-                if pin is not None:
-                    box = map_leaves(pin, box)
-                drawn.put(box)
-                del box
-    except BaseException as error:      # raised where it is waited for
-        failure.append(error)
-    drawn.put([])

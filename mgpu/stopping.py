@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, TypeVar
 
 from mgpu.distributed import World
@@ -106,9 +107,7 @@ class Stop:
         source = iter(batches)
         while True:
             with self.at_once():
-                try:
-                    batch = next(source)
-                except StopIteration:
-                    return
-            yield batch
-            del batch
+                box = list(islice(source, 1))
+            if not box:
+                return
+            yield box.pop()     # no reference to it stays here

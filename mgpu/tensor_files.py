@@ -4,8 +4,8 @@ The format is safetensors, which other programs read: eight bytes with the
 length of a JSON header, the header, the bytes of the arrays without a gap.
 Its ``__metadata__`` holds a digest of each array, and the last array, named
 ``sha256``, is the digest of all that stands before the arrays. So no byte can
-change unseen. A header is looked through before anything is allocated for
-what it says.
+change unseen. Nothing is allocated for an array before the header fits the
+size of the file.
 """
 import hashlib
 import json
@@ -24,36 +24,34 @@ _CODES = {name: code for code, name in DTYPES.items()}
 
 #: the array that is the digest of the header
 DIGEST = "sha256"
-_ABOUT = "__metadata__"
+_METADATA = "__metadata__"
 #: bytes of the longest header: of 30,000 arrays, perhaps
 _LONGEST = 8 << 20
-#: bytes that a value of JSON takes in Python, at most, and those that a
-#: header may take beside the bytes of its file
-_VALUE, _BESIDE = 256, 24 << 20
-_MOST_DIMENSIONS = 32
 
 
 class Damaged(ValueError):
     """Why a file is not whole."""
 
 
-def head_of(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
-            ) -> tuple[bytes, list[np.ndarray]]:
-    """What stands before the arrays, and all arrays in their order, to be
-    written one after the other. `header`: fit for JSON; its "format" names
-    the kind of the file. ValueError for an array that safetensors has no
-    dtype for."""
-    for name in (DIGEST, _ABOUT):
-        if name in arrays:
-            raise ValueError(f"the name {name!r} is taken in every file; "
-                             "received an array of that name. Rename it.")
-    every = {name: _plain(name, x) for name, x in arrays.items()}
+def digest_of(x: np.ndarray) -> str:
+    """The SHA-256 of the bytes of an array."""
+    return hashlib.sha256(_bytes(x)).hexdigest()
+
+
+def parts(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+          ) -> list[memoryview]:
+    """The bytes of a file, one part after the other. `header`: fit for JSON;
+    its "format" names the kind of the file. ValueError for an array that
+    safetensors has no dtype for."""
+    for name in {DIGEST, _METADATA} & arrays.keys():
+        raise ValueError(f"the name {name!r} is taken in every file; "
+                         "received an array of that name. Rename it.")
     # The largest items first: all arrays are aligned then.
-    order = sorted(every, key=lambda name: -every[name].itemsize)
-    every = {name: every[name] for name in order}
-    entries: dict[str, Any] = {_ABOUT: {
+    every = {name: _checked(name, x) for name, x in sorted(
+        arrays.items(), key=lambda item: -np.asarray(item[1]).itemsize)}
+    entries: dict[str, Any] = {_METADATA: {
         "format": str(header["format"]), "header": json.dumps(header),
-        "digests": json.dumps({name: hashlib.sha256(_bytes(x)).hexdigest()
+        "digests": json.dumps({name: digest_of(x)
                                for name, x in every.items()})}}
     end = 0
     for name, x in (*every.items(), (DIGEST, np.zeros(32, np.uint8))):
@@ -67,11 +65,11 @@ def head_of(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
                          f"{len(text)}, of {len(every)} arrays. Save fewer "
                          "arrays in one file.")
     head = len(text).to_bytes(8, "little") + text
-    return head, [*every.values(),
-                  np.frombuffer(hashlib.sha256(head).digest(), np.uint8)]
+    return [memoryview(head), *map(_bytes, every.values()),
+            memoryview(hashlib.sha256(head).digest())]
 
 
-def _plain(name: str, x: Any) -> np.ndarray:
+def _checked(name: str, x: Any) -> np.ndarray:
     x = np.asarray(x, order="C")
     if x.dtype.name not in _CODES:
         raise ValueError(f"safetensors holds arrays of {', '.join(_CODES)}; "
@@ -80,140 +78,68 @@ def _plain(name: str, x: Any) -> np.ndarray:
 
 
 def _bytes(x: np.ndarray) -> memoryview:
-    return x.reshape(-1).view(np.uint8).data
-
-
-def parts(head: bytes, arrays: list[np.ndarray]) -> Iterator[memoryview]:
-    """The bytes of a file, one part after the other."""
-    yield memoryview(head)
-    yield from map(_bytes, arrays)
-
-
-def _read_head(stream: Any, size: int
-               ) -> tuple[bytes, dict[str, str], dict[str, Any]]:
-    """What stands before the arrays of an open safetensors file of `size`
-    bytes; its metadata; by name, the entry of each array, in the order of
-    their bytes. `Damaged` unless the entries fit the file and each other."""
-    first = stream.read(8)
-    length = int.from_bytes(first, "little")
-    if len(first) < 8 or length > size - 8:
-        raise Damaged("it ends inside of its header")
-    if length > _LONGEST:
-        raise Damaged(f"its header of {length} bytes is longer than "
-                      f"{_LONGEST}")
-    head = stream.read(length)
-    entries = _json(head, size)
-    about = entries.pop(_ABOUT, {})
-    if type(about) is not dict or not all(
-            type(x) is str for x in about.values()):
-        raise Damaged("its metadata is no text")
-    end = 0
-    order = sorted(entries, key=lambda name: _extent(name, entries[name]))
-    for name in order:
-        begin, stop = _extent(name, entries[name])
-        if begin != end:
-            raise Damaged(f"array {name!r} begins at byte {begin} of the "
-                          f"data and not at {end}, where the one before it "
-                          "ends")
-        end = stop
-    if end != size - 8 - length:
-        raise Damaged(f"its arrays have {end} bytes, and {size - 8 - length} "
-                      f"are there; the last array is "
-                      f"{(order or ['none'])[-1]!r}")
-    return first + head, about, {name: entries[name] for name in order}
-
-
-def _extent(name: str, entry: Any) -> tuple[int, int]:
-    """Where the bytes of an array are."""
-    try:
-        code, shape, (begin, end) = (
-            entry["dtype"], entry["shape"], entry["data_offsets"])
-        fits = code in DTYPES and all(
-            type(n) is int and 0 <= n < 2 ** 63
-            for n in (*shape, begin, end)) \
-            and len(shape) <= _MOST_DIMENSIONS \
-            and math.prod(shape) * np.dtype(DTYPES[code]).itemsize \
-            == end - begin
-    except (TypeError, KeyError, ValueError):
-        fits = False
-    if not fits:
-        raise Damaged(f"array {name[:200]!r} has the entry "
-                      f"{repr(entry)[:200]}")
-    return begin, end
-
-
-def _json(text: bytes | str, size: int) -> dict[str, Any]:
-    """A JSON object without a name that stands twice in it, or in an object
-    inside of it. Refused unread where it would take more memory than `size`
-    and a little more."""
-    marks = (b",", b"[", b"{", b":") if isinstance(text, bytes) \
-        else (",", "[", "{", ":")
-    values = sum(map(text.count, marks))    # type: ignore[arg-type]
-    if values * _VALUE > size + _BESIDE:
-        raise Damaged(f"its header of {len(text)} bytes has {values} values")
-    found = json.loads(text.decode("ascii") if isinstance(text, bytes)
-                       else text, object_pairs_hook=_object)
-    if type(found) is not dict:
-        raise Damaged("its header is no object")
-    return found
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        met = set[str]()
-        for name, _ in pairs:
-            if name in met:
-                raise Damaged(f"the name {name[:200]!r} stands twice in its "
-                              "header")
-            met.add(name)
-    return found
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
 def read(stream: Any, size: int) -> tuple[dict[str, Any],
                                           dict[str, np.ndarray]]:
-    """The header and the arrays that `head_of` was given, from an open file
-    of `size` bytes. No more memory than the file has bytes, and a few MB.
-    `Damaged`, or another Exception, for what is not whole."""
-    head, about, entries = _read_head(stream, size)
-    if list(entries)[-1:] != [DIGEST] or entries[DIGEST]["shape"] != [32] \
-            or entries[DIGEST]["dtype"] != "U8":
-        raise Damaged("it has no digest of mgpu, or is cut")
-    stream.seek(size - 32)
-    if hashlib.sha256(head).digest() != stream.read(32):
-        raise Damaged("its header does not fit its digest")
-    stream.seek(len(head))
-    del entries[DIGEST], head
-    digests = _json(about.pop("digests"), size)
-    header = _json(about.pop("header"), size)
-    if digests.keys() != entries.keys():
-        raise Damaged("its digests are those of other arrays")
+    """The header and the arrays of an open file of `size` bytes. A file of
+    another program has an empty header, and no digests. An Exception for what
+    is not whole, before memory is allocated for its arrays."""
+    first = stream.read(8)
+    length = int.from_bytes(first, "little")
+    if len(first) < 8 or length > min(size - 8, _LONGEST):
+        raise Damaged("it ends inside of its header, or that is longer than "
+                      f"{_LONGEST} bytes")
+    head = first + stream.read(length)
+    entries = _parse(head[8:].decode("ascii"), size)
+    about = entries.pop(_METADATA, {})
+    plan = list(_plan(entries, size - len(head)))
     arrays = {}
-    for name, data, array in _arrays(stream, entries):
-        if hashlib.sha256(data.data).hexdigest() != digests[name]:
-            raise Damaged(f"array {name!r} does not fit its digest")
-        arrays[name] = array
-    return header, arrays
-
-
-def _arrays(stream: Any, entries: Mapping[str, Any]
-            ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """The name of each array, its bytes, and itself."""
-    for name, entry in entries.items():
-        begin, end = _extent(name, entry)
-        data = np.empty(end - begin, np.uint8)
-        if stream.readinto(data) != len(data):
+    for name, dtype, shape, count in plan:
+        data = np.empty(count, np.uint8)
+        if stream.readinto(data) != count:
             raise Damaged(f"it ends inside of array {name!r}")
-        yield name, data, data.view(DTYPES[entry["dtype"]]).reshape(
-            entry["shape"])
+        arrays[name] = data.view(dtype).reshape(shape)
+    if DIGEST not in arrays and "digests" not in about:
+        return {}, arrays
+    if arrays.pop(DIGEST).tobytes() != hashlib.sha256(head).digest():
+        raise Damaged("its header does not fit its digest")
+    digests = _parse(about["digests"], size)
+    if digests.keys() != arrays.keys():
+        raise Damaged("its digests are those of other arrays")
+    for name, x in arrays.items():
+        if digest_of(x) != digests[name]:
+            raise Damaged(f"array {name!r} does not fit its digest")
+    return _parse(about["header"], size), arrays
 
 
-def read_any(stream: Any, size: int) -> tuple[dict[str, Any],
-                                              dict[str, np.ndarray]]:
-    """As `read`; a file of another program has an empty header, and no
-    digests."""
-    _, about, entries = _read_head(stream, size)
-    if DIGEST in entries or "digests" in about:
-        stream.seek(0)
-        return read(stream, size)
-    return {}, {name: x for name, _, x in _arrays(stream, entries)}
+def _parse(text: str, size: int) -> Any:
+    """What is in JSON; refused unread where it would take much more memory
+    than the `size` of the file, at 256 bytes a value."""
+    if sum(map(text.count, ",:[{")) * 256 > size + (24 << 20):
+        raise Damaged(f"its header of {len(text)} bytes has too many values")
+    return json.loads(text)
+
+
+def _plan(entries: Mapping[str, Any], size: int
+          ) -> Iterator[tuple[str, str, list[int], int]]:
+    """Name, dtype, shape and bytes of each array, in the order of their
+    `size` bytes; `Damaged` unless they fill these without a gap."""
+    end = 0
+    for name, entry in sorted(entries.items(),
+                              key=lambda item: item[1]["data_offsets"]):
+        if entry["dtype"] not in DTYPES:
+            raise Damaged(f"array {name[:200]!r} is of {entry['dtype']}, "
+                          "which NumPy does not have")
+        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+        begin, stop = entry["data_offsets"]
+        count = math.prod(shape) * np.dtype(dtype).itemsize
+        if begin != end or stop - begin != count or count < 0:
+            raise Damaged(f"array {name[:200]!r} has the entry "
+                          f"{repr(entry)[:200]}, and the arrays before it "
+                          f"end at byte {end}")
+        yield name, dtype, shape, count
+        end = stop
+    if end != size:
+        raise Damaged(f"its arrays have {end} bytes, and {size} are there")

@@ -277,15 +277,12 @@ def test_an_error_in_a_callback_ends_the_training(backend):
 def test_what_is_no_callback_is_refused(backend):
     run = made(backend, on(0))
     for wrong, words in (
-            (3, "callbacks is a list"), ([3], "received int"),
-            ([callbacks.EMA], "the class EMA. Make an object"),
+            ([3], "received 3"), ([callbacks.EMA], "EMA'>. Make an object"),
             ([type("Keras", (), {"on_epoch_end": print})()],
-             "received Keras")):
+             "received .*Keras object")):
         with pytest.raises(TypeError, match=words):
             train(run, callbacks=wrong)
     assert run[1].num_update == 0
-    with pytest.raises(TypeError, match="each_step takes a function"):
-        callbacks.each_step(3)
 
 
 def restoring(backend, folder, policy, devices, epochs):
@@ -388,9 +385,6 @@ def test_an_ema_is_of_replicas(backend):
         average.averages()
     with pytest.raises(RuntimeError, match="begin with the first step"):
         average.applied().__enter__()
-    for wrong in (run[0].net, None, [run[0]]):
-        with pytest.raises(TypeError, match=r"ema.update\(replicas\)"):
-            average.update(wrong)
     average.update(run[0])
     assert average.updates == 1
     before = run[0].export_numpy()
@@ -467,15 +461,13 @@ def test_a_state_that_no_file_holds_is_refused(backend, tmp_path):
     run = made(backend, on(0))
     masked = np.ma.array([1, 2], mask=[True, False])
     for state, words in (
-            (({1, 2}, {}), "is made of.*set in Keeps"),
-            ((masked, {}), "is made of.*MaskedArray in"),
-            ((0, {"m": masked}), "received 'm', a MaskedArray"),
-            ({}, "a pair.*a dict from Keeps"),
-            ((0, {3: np.arange(3)}), "received 3, a ndarray of int64"),
-            ((0, {"a": np.array(["x"])}), "received 'a', a ndarray of <U1")):
+            (({1, 2}, {}), "set in Keeps"), ((masked, {}), "MaskedArray in"),
+            ((0, {"m": masked}), "MaskedArray in Keeps"),
+            ((0, {"a": np.array(["x"])}), "ndarray in Keeps")):
         keeps = Keeps(None, 3)
         keeps.state = lambda state=state: state
-        with pytest.raises(ValueError, match=f"(?s)of a callback .*{words}"):
+        with pytest.raises(ValueError, match="the state of a callback is "
+                           f"made of .*{words}"):
             train(run, JOINED, 3, callbacks=[keeps], checkpoint_dir=tmp_path)
         assert run[1].num_update == 0
 
@@ -582,7 +574,7 @@ def test_other_callbacks_than_a_run_began_with_are_refused(backend, tmp_path):
           callbacks=[callbacks.EMA(0.75)])
     for words, options in (
             ("callbacks that it has begun with", {}),
-            ("steps of as many batches", {"accumulate": 2})):
+            ("accumulate=2 for a checkpoint with 1", {"accumulate": 2})):
         with pytest.raises(ValueError, match=words):
             train(made(backend, on(0, 1)), JOINED, 9, resume="auto",
                   checkpoint_dir=tmp_path, **options)

@@ -1,6 +1,5 @@
 """`train` with a folder of checkpoints: killed and resumed it ends with the
 bits of the uninterrupted run; signals end it between two steps."""
-import functools
 import os
 import random
 import signal
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 import mgpu
-import nets
 from distributed import resuming
 from distributed.resuming import (EPOCHS, LOSS, ROWS, STEPS, Killed,
                                   assert_same, everything, kill, made,
@@ -182,21 +180,6 @@ def test_only_whole_checkpoints_count(backend, tmp_path):
     assert names(place) == step(12)
 
 
-def test_what_is_no_file_is_passed_over(backend, tmp_path):
-    """And makes room when its step comes."""
-    run_until(tmp_path, on(0), 5, kill, Killed)
-    path = tmp_path / step(6)[0]
-    path.mkdir()
-    (path / "note").write_text("a person's")
-    run = made(on(0), seed=9)
-    with pytest.warns(RuntimeWarning, match="step-00000006.* no regular file"
-                      ".*goes on from the checkpoint before it"):
-        train(run, tmp_path, keep=9)
-    kept, = (name for name in names(tmp_path) if path.name + "." in name)
-    assert (tmp_path / kept / "note").read_text() == "a person's"
-    assert {*names(tmp_path)} == {kept, *step(2, 4, 6, 8, 10, 12)}
-
-
 def test_two_runs_in_one_folder(backend, tmp_path):
     """The second is refused as long as the first one runs, and writes
     nothing."""
@@ -206,8 +189,7 @@ def test_two_runs_in_one_folder(backend, tmp_path):
 
     def second():
         streams = random.getstate(), np.random.get_state()
-        with pytest.raises(BlockingIOError, match="folder of its own.*another "
-                           "training runs now"):
+        with pytest.raises(BlockingIOError, match="another training runs now"):
             train(other, tmp_path)
         random.setstate(streams[0])
         np.random.set_state(streams[1])
@@ -233,7 +215,7 @@ def test_a_refused_checkpoint_changes_nothing(backend, tmp_path):
     for place, error, match in (
             ("saved", mgpu.errors.CheckpointCorrupt,
              "one of mgpu.save_checkpoint"),
-            ("run", ValueError, "received 1 for a checkpoint after 3. Train "
+            ("run", ValueError, "num_epochs=1 for a checkpoint after 3. Train "
              "further")):
         with pytest.raises(error, match=match):
             mgpu.train(replicas, data[0], data[1], LOSS, trainer, 1,
@@ -250,18 +232,13 @@ def test_a_folder_belongs_to_one_run(backend, tmp_path):
     with pytest.raises(FileExistsError, match="holds 2 checkpoints. Pass "
                        "resume='auto'"):
         train(run, place, resume=None)
-    # parts that were left, links with names of ours, a person's files
-    target = tmp_path / "target"
-    target.write_text("a person's")
+    # parts that were left, and a person's files
     other = tmp_path / "other"
     other.mkdir()
     (other / ("a" * 16 + ".saving")).touch()
     (other / "step-1.safetensors").write_text("a person's")
     run = made(on(0))
-    link = functools.partial(os.symlink, target, other / step(4)[0])
-    train(run, other, stopping(run[1], 2, link), keep=9, resume=None)
-    assert target.read_text() == "a person's"
-    assert not (other / step(4)[0]).is_symlink()
+    train(run, other, keep=9, resume=None)
     assert names(other) == [*step(2, 4, 6, 8, 10, 12), "step-1.safetensors"]
 
 
@@ -277,8 +254,8 @@ def test_a_folder_that_does_not_stay_is_not_mistaken(
         for name in step(1, 99):
             (place / name).write_text("another run's")
     run = made(on(0))
-    with pytest.raises(FileNotFoundError, match="stays where it is; "
-                       f"received '{place}', which was moved or removed"):
+    with pytest.raises(FileNotFoundError, match=f"'{place}' was moved or "
+                       "removed"):
         train(run, "run", stopping(run[1], 3, change), keep=1)
     assert {name: (place / name).read_text() for name in names(place)
             } == dict.fromkeys(step(1, 99), "another run's")
@@ -305,8 +282,8 @@ def test_other_data(backend, tmp_path, data):
             prefetch=2 if data == "ahead" else 0)
     every = None if data == "any" else 2
     if data == "any":
-        with pytest.raises(ValueError, match="checkpoint_every takes data "
-                           "whose place.*received Any"):
+        with pytest.raises(ValueError, match="checkpoint_every takes a "
+                           "BatchIterator.*received Any"):
             go(made(on(0)), tmp_path / "x")
     run = made(on(0, 1))
     whole = everything(run, go(run, tmp_path / "whole", every=every))
@@ -322,8 +299,8 @@ def test_other_data(backend, tmp_path, data):
             continue    # as said there
         run = made(on(0, 1), seed=9)
         if data == "list":
-            with pytest.raises(ValueError, match="a list of 3 batches for a "
-                               "checkpoint.*a list of 4 batches"):
+            with pytest.raises(ValueError,
+                               match="batches=3 for a checkpoint with 4"):
                 go(run, place, batches=batches[:-1])
         assert_same(everything(run, go(run, place, every=every)), whole)
 
@@ -331,10 +308,9 @@ def test_other_data(backend, tmp_path, data):
 def test_what_does_not_fit_is_refused(backend, tmp_path):
     replicas, trainer, (data, _) = made(on(0))
 
-    def refused(match, kind=ValueError, net=None, **options):
+    def refused(match, kind=ValueError, **options):
         with pytest.raises(kind, match=match):
-            mgpu.train(net or replicas, data, None, LOSS,
-                       mgpu.Trainer(net, "sgd") if net else trainer, 1,
+            mgpu.train(replicas, data, None, LOSS, trainer, 1,
                        progress=False, **options)
         assert trainer.num_update == 0
     refused("go with checkpoint_dir", resume="auto")
@@ -343,12 +319,10 @@ def test_what_does_not_fit_is_refused(backend, tmp_path):
             checkpoint_dir=tmp_path)
     refused("keep", keep=0, checkpoint_dir=tmp_path)
     refused("checkpoint_every", checkpoint_every=0, checkpoint_dir=tmp_path)
-    refused("checkpoint_dir names a folder", TypeError, checkpoint_dir=3)
+    refused("a path names a file", TypeError, checkpoint_dir=3)
     file = tmp_path / "file"
     file.write_text("a person's")
-    for path in (file, file / "run"):
-        refused("checkpoint_dir names a folder.*something else is in its "
-                "place", NotADirectoryError, checkpoint_dir=path)
+    refused("file", FileExistsError, checkpoint_dir=file)
     for ahead, drawn in ((2, mgpu.prefetch(data)),
                          (0, mgpu.prefetch(mgpu.prefetch(data)))):
         with pytest.raises(ValueError, match="one thread draws ahead.*"
@@ -357,11 +331,6 @@ def test_what_does_not_fit_is_refused(backend, tmp_path):
                        progress=False, prefetch=ahead,
                        checkpoint_dir=tmp_path / "ahead")
     assert not (tmp_path / "ahead").exists() and trainer.num_update == 0
-    net = nets.gluon(lambda nn: [nn.Dense(3)])() \
-        if backend.name == "mxnet" else nets.torch(
-            lambda nn: [nn.LazyLinear(3)])()
-    refused("Pass sample= to", net=mgpu.initialize(net, on(0)),
-            checkpoint_dir=tmp_path / "deferred")
 
 
 def test_the_curve_is_whole(backend, tmp_path):

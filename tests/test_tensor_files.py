@@ -136,53 +136,37 @@ def entry(begin, end, shape=None, dtype="U8"):
 LONG = tensor_files._LONGEST
 EIGHT = bytes(8)
 HOSTILE = {
-    "nothing": b"", "short": b"\1\0\0", "no header": bytes(8),
+    "short": b"\1\0\0", "no header": bytes(8),
     "long header": raw({}, length=LONG + 1),
-    "endless header": raw({}, length=2 ** 63),
     "not JSON": raw({}, text=b"{nonsense"), "no object": raw({}, text=b"[1]"),
     "not ASCII": raw({}, text='{"ä": 1}'.encode()),
     "deep": raw({}, text=b"[" * 99_999),
-    "deep inside": raw({}, about={"header": "[" * 99_999}),
     "many values": raw({}, text=b'{"a":[' + b"0," * (LONG // 2 - 9)
                        + b"0]}"),
-    "many objects": raw({}, text=b'{"a":[' + b"{}," * (LONG // 3 - 9)
-                        + b"0]}"),
     "many values inside": raw({}, about={
         "header": "[" + "0," * (LONG // 2 - 999) + "0]"}),
     "huge number": raw({"a": entry(0, 8)}, EIGHT, text=b'{"a":' + b"9" * 9999
                        + b"}"),
-    "twice": raw({}, EIGHT, text=b'{"a":1,"a":1}'),
-    "twice inside": raw({}, EIGHT, text=(
-        b'{"a":{"dtype":"U8","dtype":"I8","shape":[8],'
-        b'"data_offsets":[0,8]}}')),
-    "no entry": raw({"a": 1}, EIGHT), "list": raw({"a": [1, 2]}, EIGHT),
+    "no entry": raw({"a": 1}, EIGHT),
     "no shape": raw({"a": {"dtype": "U8", "data_offsets": [0, 8]}}, EIGHT),
     "dtype": raw({"a": entry(0, 8, dtype="F128")}, EIGHT),
-    "list of dtypes": raw({"a": entry(0, 8, dtype=["U8"])}, EIGHT),
     "negative": raw({"a": entry(0, 8, [-8])}, EIGHT),
-    "flag": raw({"a": entry(0, 8, [8, True])}, EIGHT),
     "huge": raw({"a": entry(0, 8, [2 ** 40])}, EIGHT),
     "huge and there": raw({"a": entry(0, 2 ** 40)}, EIGHT),
-    "overflow": raw({"a": entry(0, 8, [2 ** 32, 2 ** 32], "F64")}, EIGHT),
-    "beyond": raw({"a": entry(0, 8, [2 ** 70, 0])}, EIGHT),
-    "dimensions": raw({"a": entry(0, 8, [1] * 32 + [8])}, EIGHT),
     "backwards": raw({"a": {"dtype": "U8", "shape": [8],
                             "data_offsets": [8, 0]}}, EIGHT),
     "before": raw({"a": {"dtype": "U8", "shape": [8],
                          "data_offsets": [-8, 0]}}, EIGHT),
     "overlap": raw({"a": entry(0, 8), "b": entry(0, 8)}, EIGHT),
-    "part of another": raw({"a": entry(0, 8), "b": entry(4, 6)}, EIGHT),
     "hole": raw({"a": entry(0, 2), "b": entry(4, 8)}, EIGHT),
     "hole behind": raw({"a": entry(0, 4)}, EIGHT),
     "metadata": raw({"__metadata__": {"header": 1}}),
-    "no metadata": raw({"__metadata__": None}),
     "digests of others": raw({"a": entry(0, 8)}, EIGHT,
                              about={"digests": "{}"}),
     "digest of another": raw({"a": entry(0, 8)}, EIGHT, about={
         "digests": json.dumps({"a": hashlib.sha256(b"").hexdigest()})}),
-    "header is a list": raw({}, about={"header": "[]"}),
     "another format": raw({}, about={"header": '{"format": ["x"]}'}),
-    "pickle": b"\x80\4\x95" + bytes(99), "zip": b"PK\3\4" + bytes(99),
+    "zip": b"PK\3\4" + bytes(99),
 }
 
 
@@ -232,11 +216,8 @@ def test_npz_takes_as_much_memory_as_it_has_bytes(tmp_path):
 
 # -- names and places ---------------------------------------------------------
 
-NAMES = ["../x", "../../x", "/tmp/x", "a/../../x", "", ".", "..", "a\0b",
-         "\0", "~/x", "$HOME/x", "x" * 10_000, "\ud800", "c:\\x", "\n",
-         "..\\x", "\N{DIGIT ONE}" * 99, "|", "a|b|c", ":", "value:../x",
-         "__proto__", "header", "digests", "format", "-rf", "*", "%s", "{0}",
-         "$(touch x)"]
+NAMES = ["../x", "/tmp/x", "", "..", "a\0b", "~/x", "x" * 10_000, "\ud800",
+         "\n", "a|b|c", ":", "header", "digests", "format", "$(touch x)"]
 
 
 def test_names_are_data(tmp_path):
@@ -317,7 +298,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
         if fault == "full":
             stack.enter_context(file_size(4096))
         elif fault == "read only":      # root may write to any folder
-            monkeypatch.setattr(files, "_locked", fails)
+            monkeypatch.setattr(files, "_open_locked", fails)
         else:
             monkeypatch.setattr(os, {"rename": "replace",
                                      "sync": "fsync"}[fault], fails)

@@ -3,7 +3,6 @@
 devices of each rank and each JOB is a function below."""
 import json
 import os
-import random
 import sys
 import time
 import warnings
@@ -12,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 import mgpu
-from test_checkpoint import LOSS, TRAINERS, disturb, layers, network
+from test_checkpoint import (LOSS, TRAINERS, disturb, layers, network,
+                             noisy)
 from test_checkpoint import everything as of_run
 from mgpu import datasets
 
@@ -27,11 +27,6 @@ LABELS = rng.integers(0, 3, 26).astype("int32")
 
 class Killed(BaseException):
     """As a kill: nothing is tidied up by `train`."""
-
-
-def noisy(X):
-    return X + (np.random.normal(0, 0.1, X.shape)
-                + random.gauss(0, 0.1)).astype(X.dtype)
 
 
 def made(devices, seed=1, kind=1, plain=False, **options):
@@ -86,19 +81,15 @@ def assert_same(found, wanted):
         assert x.tobytes() == found[key].tobytes(), (key, x, found[key])
 
 
-def fresh(folder, name):
-    return Path(folder) / name
-
-
 # -- jobs ---------------------------------------------------------------------
 
 def killed(devices, folder):
     """At each step in turn, and resumed: the bits of the uninterrupted run;
     twice in one run too."""
     run = made(devices)
-    whole = everything(run, train(run, fresh(folder, "whole")))
+    whole = everything(run, train(run, Path(folder, "whole")))
     for steps in ((1,), (4,), (7,), (5, 10)):
-        place = fresh(folder, f"killed-{steps}")
+        place = Path(folder, f"killed-{steps}")
         for step in steps:
             run = made(devices, 1 if step == steps[0] else step)
             try:
@@ -119,7 +110,7 @@ def killed(devices, folder):
         names = sorted(os.listdir(place))
         assert names == [f"step-{n:08d}.safetensors" for n in (8, 10, 12)], \
             names
-    np.savez(fresh(folder, f"whole-{mgpu.distributed.rank()}.npz"), **whole)
+    np.savez(Path(folder, f"whole-{mgpu.distributed.rank()}.npz"), **whole)
     half(devices, folder)
 
 
@@ -127,7 +118,7 @@ def half(devices, folder):
     """Batch norm that is the same on all devices, stopped in an epoch."""
     run = made(devices, batch_norm="average", plain=True)
     try:
-        train(run, fresh(folder, "half"), stopping(run[1], 6, kill))
+        train(run, Path(folder, "half"), stopping(run[1], 6, kill))
     except Killed:
         pass
 
@@ -143,7 +134,7 @@ def forever(devices, folder):
         return LOSS(pred, label)
     replicas, trainer, (train_iter, _) = run
     mgpu.train(replicas, train_iter, None, loss, trainer, 1000,
-               progress=False, checkpoint_dir=fresh(folder, "stopped"),
+               progress=False, checkpoint_dir=Path(folder, "stopped"),
                resume="auto", keep=2)
 
 

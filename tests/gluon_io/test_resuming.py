@@ -52,8 +52,8 @@ def test_a_kernel_does_not_clip_at_a_limit_of_0_or_less(training, optimizer,
 def test_a_limit_at_which_mxnets_python_clips_is_refused(training, optimizer,
                                                          limit):
     """To nothing, or to the limit itself."""
-    with pytest.raises(ValueError, match="the options in the file of states: "
-                       f"clip_gradient must be .*received {limit}"):
+    with pytest.raises(ValueError,
+                       match=f"clip_gradient must be .*received {limit}"):
         lock_step(limited(training, optimizer, limit), 1)
 
 
@@ -269,13 +269,13 @@ def _exchange(states, state):
 @on_torch
 @pytest.mark.parametrize("edit, error, match", [
     (_exchange, ValueError, "its state has"),
-    (lambda s, o: s.update({99: s.pop(max(s))}), ValueError, "has a count"),
-    (lambda s, o: o.update(num_update=1), ValueError, "of num_update at most"),
+    (lambda s, o: s.update({99: s.pop(max(s))}), ValueError,
+     "no parameter 99"),
     (lambda s, o: o["_all_index_update_counts"].update({1: dict.fromkeys(
         s, 1)}), ValueError, "as often as the others"),
     (lambda s, o: o.pop("num_update"), ValueError,
      "net.states' has others, or is damaged .no 'num_update'"),
-    (lambda s, o: o.update(num_update="3"), ValueError, "or is damaged"),
+    (lambda s, o: o.update(num_update="3"), ValueError, "num_update '3'"),
     (lambda s, o: o.pop("lr_scheduler"), ValueError, "no 'lr_scheduler'"),
     (lambda s, o: o.pop("rescale_grad"), ValueError, "no 'rescale_grad'"),
     (lambda s, o: o["lr_scheduler"].state.pop("base_lr"), ValueError,
@@ -285,10 +285,10 @@ def _exchange(states, state):
     (lambda s, o: o["lr_scheduler"].state.pop("warmup_steps"), ValueError,
      "or is damaged .no 'warmup_steps'"),
     (lambda s, o: o.update(beta1=2.0), ValueError,
-     "options in the file of states: beta1 must"),
+     "beta1 must"),
     (lambda s, o: s.update({max(s): None}), ValueError,
      "received 0 arrays for"),
-    (lambda s, o: o.pop("beta1"), ValueError, "without beta1"),
+    (lambda s, o: o.pop("beta1"), ValueError, "no 'beta1'"),
     (lambda s, o: o["lr_scheduler"].state.update(base_lr=3.0), ValueError,
      "changed by hand"),
     (lambda s, o: setattr(type(o["lr_scheduler"]), "kind", "own.Schedule"),

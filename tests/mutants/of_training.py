@@ -98,8 +98,8 @@ MUTANTS = [
     mutant("streams-not-restored",
            "masks after a checkpoint are others",
            "checkpoint:load",
-           'for A in B:\n    put()',
-           "pass",
+           "put_streams()",
+           "None",
            killer="test_checkpoint.py::test_a_resumed_run_is_the_uninterrup"
                   "ted_one"),
     mutant("counts-not-loaded",
@@ -111,7 +111,7 @@ MUTANTS = [
                   "nterrupted_training"),
     mutant("buffers-of-one-device",
            "all devices get those of the first",
-           "_of_all_ranks",
+           "checkpoint:_join_ranks",
            "np.stack(every)",
            "np.stack([every[0]] * len(every))",
            killer="test_checkpoint.py::test_a_resumed_run_is_the_uninterrup"
