@@ -25,6 +25,7 @@ from mgpu.optimizers import Optimizer
 from mgpu.optimizers.gluon_rules import COMPILED, Adam, RMSProp
 from mgpu.parameters import Parameter
 from mgpu.replicas import Replicas, initialize
+from mgpu.rule_updates import RuleUpdates
 from mgpu.trainer import Trainer, check_batch_size
 from mgpu.trainer_states import TrainerStates
 
@@ -85,18 +86,6 @@ class _Saved(NamedTuple):
     scale: float | None                 # of gradients
     module: _Given | None               # None: of a trainer
     notes: list[str]
-
-
-class _AmongFixed(Trainer):
-    """One whose Nadam counts the updates of parameters that MXNet updates
-    to no effect, and mgpu not at all: the schedule moves at them too."""
-
-    fixed: Sequence[str] = ()
-
-    def _begin_step(self, counts: Mapping[str, int]) -> None:
-        t = max(counts.values(), default=0)     # those are updated each time
-        super()._begin_step({
-            **counts, **dict.fromkeys(self.fixed if t else (), -t)})
 
 
 def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
@@ -214,14 +203,14 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
     fixed = _freeze(saved, ours, own, grad_req, fixed_gammas(graph), arrays)
     if lr_scheduler is None and saved.schedule is not None:
         _check_rates(saved, ours, own)
-    trainer = (_AmongFixed if fixed else Trainer)(
+    trainer = Trainer(
         replicas, saved.optimizer, lr_scheduler=saved.schedule,
         lr_mult=_multipliers(saved, graph, own, ours, "lr_mult", lr_mult),
         wd_mult=_multipliers(saved, graph, own, ours, "wd_mult", wd_mult))
     trainer.update_order = tuple(own[name] for name in saved.order
                                  if name in own)
-    if isinstance(trainer, _AmongFixed):
-        trainer.fixed = fixed
+    assert isinstance(trainer.updates, RuleUpdates)
+    trainer.updates.fixed = fixed
     trainer.import_states(_states(saved, ours, own, fixed))
     saved.notes.extend(_remarks(trainer, saved.scale))
     return Resumed(replicas, trainer, tuple(saved.notes))

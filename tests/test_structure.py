@@ -47,7 +47,8 @@ LAYERS = {
         "host_memory collectives distributed progress functional "
         "models strict conversion compat metrics prediction weight_files",
     "replicas": "batch_norm parameters replicas",
-    "trainer": "schedule_state trainer_states trainer",
+    "trainer": "schedule_state rule_updates trainer_states "
+        "distributed.step_agreement trainer",
     "training": "callbacks extra_states checkpoint checkpoint_folder stopping "
         "evaluation training resuming",
     "clocks and figures": "background timing profile_advice profiling "
@@ -64,8 +65,6 @@ ONLY_ANNOTATE = {
     ("mgpu.prediction", "mgpu.replicas"),
     ("mgpu.weight_files", "mgpu.replicas"),
     ("mgpu.compat.gluon", "mgpu.replicas"),
-    ("mgpu.compat.gluon", "mgpu.trainer"),
-    ("mgpu.compat.pytorch", "mgpu.replicas"),
     ("mgpu.compat.pytorch", "mgpu.trainer"),
     ("mgpu.backends._torch.meaning", "mgpu.backends._torch.network"),
     # loaded for those who ask for them (`mgpu.__getattr__`)

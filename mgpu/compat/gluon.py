@@ -16,7 +16,6 @@ from mgpu.files import FilePath
 
 if TYPE_CHECKING:
     from mgpu.replicas import Replicas  # noqa: F401
-    from mgpu.trainer import Trainer    # noqa: F401
 
 #: stores of one process, which give the same sums
 _STORES = ("device", "local", "local_update_cpu", "local_allreduce_cpu",
@@ -372,10 +371,6 @@ def clip_global_norm(arrays: Sequence[Any], max_norm: float,
                            dtype="float64" if wide else "float32")
 
 
-class GluonTrainerNames:
-    """What a Gluon Trainer takes and has, on `mgpu.Trainer`."""
-
-
 def check_store(kvstore: Any, update_on_kvstore: Any,
                 compression_params: Any, semantics: Any) -> None:
     """Refuse what would change numbers, or what mgpu does by another word."""
@@ -408,8 +403,8 @@ def check_store(kvstore: Any, update_on_kvstore: Any,
             f"{compression_params!r}, which rounds them. Leave it out.")
 
 
-def without_no_rule(family: Any, options: Mapping[str, Any],
-                    dtypes: Mapping[str, str]) -> tuple[float, dict[str, Any]]:
+def rule_options(family: Any, options: Mapping[str, Any],
+                 dtypes: Mapping[str, str]) -> tuple[float, dict[str, Any]]:
     """Gluon's rescale_grad (1 by default), and the options of the rule."""
     rest = dict(options)
     scale = rest.pop("rescale_grad", 1.0)

@@ -85,21 +85,23 @@ class MXNetOptimizer(base.OptimizerObject):
 
     # -- a step -------------------------------------------------------------
 
-    def step(self, arrays, factors, scale, loss_scale) -> None:
+    def step(self, step) -> None:
         x, rescale = self.object, self.object.rescale_grad
-        indices = [self._index[name] for name in arrays]
-        gradients = [self._backend.grad(a) for a in arrays.values()]
-        x.param_dict = {self._index[name]: _Factors(*factors(name))
-                        for name in arrays}
-        x.rescale_grad = scale / loss_scale
+        names = [name for name in self.order if name in step.arrays]
+        arrays = [step.arrays[name] for name in names]
+        weights = [*map(self._native, arrays)]
+        x.param_dict = {self._index[name]: _Factors(*step.factors[name])
+                        for name in names}
+        x.rescale_grad = step.scale / step.loss_scale
         try:
-            weights = [*map(self._native, arrays.values())]
-            if indices:
-                self._updater(indices, [*map(self._native, gradients)],
-                              weights)
+            if names:
+                self._updater(
+                    [self._index[name] for name in names],
+                    [self._native(self._backend.grad(a)) for a in arrays],
+                    weights)
         finally:
             x.rescale_grad = rescale
-        for a, w in zip(arrays.values(), weights, strict=True):
+        for a, w in zip(arrays, weights, strict=True):
             if a is not w:
                 a[...] = self._backend.put(w.asnumpy(), a)
 
@@ -109,7 +111,7 @@ class MXNetOptimizer(base.OptimizerObject):
         x = self._backend.to_numpy(x)
         return mx.nd.array(x, mx.cpu(), x.dtype)
 
-    def count(self, before: int) -> int:
+    def count(self, number) -> int:
         return self.object.num_update
 
     # -- states -------------------------------------------------------------

@@ -1,5 +1,5 @@
 """What objects of PyTorch's own are in mgpu's terms."""
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -74,18 +74,23 @@ class TorchOptimizer(base.OptimizerObject):
                 x.grad = torch.zeros_like(x)
         return [x.grad for x in others]
 
-    def step(self, arrays, factors, scale, loss_scale) -> None:
-        self._check_factors(arrays, factors)
+    def step(self, step) -> None:
+        for name, factors in step.factors.items():
+            if factors != (1.0, 1.0):
+                raise ValueError(
+                    "the groups of a torch.optim object have the rates and "
+                    "weight decays; received an lr_mult or wd_mult of "
+                    f"{name!r}. Make a group of its own for it.")
         named = self._named()
         gradients = [x.grad for x, _ in named]
         try:
             for (x, name), g in zip(named, gradients, strict=True):
-                if name is not None and name not in arrays:
+                if name is not None and name not in step.arrays:
                     x.grad = None       # no new one
                 elif g is not None:
-                    if loss_scale != 1.0:
-                        g = g / loss_scale
-                    x.grad = g if scale == 1.0 else g * scale
+                    if step.loss_scale != 1.0:
+                        g = g / step.loss_scale
+                    x.grad = g if step.scale == 1.0 else g * step.scale
             self.object.step()
         finally:
             for (x, _), g in zip(named, gradients, strict=True):
@@ -93,14 +98,6 @@ class TorchOptimizer(base.OptimizerObject):
         for x, name in named:
             if name is None:
                 x.grad = None
-
-    def _check_factors(self, names: Iterable[str], factors: Any) -> None:
-        for name in names:
-            if factors(name) != (1.0, 1.0):
-                raise ValueError(
-                    "the groups of a torch.optim object have the rates and "
-                    "weight decays; received an lr_mult or wd_mult of "
-                    f"{name!r}. Make a group of its own for it.")
 
     # -- options ------------------------------------------------------------
 
