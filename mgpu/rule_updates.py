@@ -1,5 +1,6 @@
 """Updates by the rules of `mgpu.optimizers`."""
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from mgpu.backends.base import (Array, Backend, Memory, OptimizerGroup,
                                 OptimizerObject, Step)
 from mgpu.compat.gluon import replaces_base_lr, rule_options
 from mgpu.host_memory import Update
-from mgpu.optimizers import Optimizer
+from mgpu.optimizers import RULES, Optimizer
 from mgpu.replicas import Replicas
 from mgpu.schedule_state import Schedule, rate_of
 
@@ -75,7 +76,7 @@ class RuleUpdates(OptimizerObject):
             work.append(Update(name, x, self._backend.grad(x), rate * lr_mult,
                                rule.wd * wd_mult, step.counts[name]))
         # Every state and rate is there: weights change from here on.
-        if rule.has_begin_step:
+        if type(rule).begin_step is not Optimizer.begin_step:
             self._begin_step(step.counts)
         if rule.elementwise and host_memory.update(
                 self._backend, rule, work, self._states, step.scale,
@@ -147,14 +148,13 @@ def updates_of(replicas: Replicas, optimizer: Any, options: dict[str, Any],
                semantics: str, schedule: Any) -> OptimizerObject:
     """What updates the network of `replicas`, by the arguments of a
     `Trainer`."""
-    if schedule is not None:
-        known = backends.given(schedule)
-        schedule = known and known.schedule(schedule) or schedule
-        if not callable(schedule):
-            raise TypeError(
-                "lr_scheduler is called with the number of an update; "
-                f"received {type(schedule).__name__}. Use mgpu.lr_scheduler,"
-                " or a function: lambda n: 0.1 * 0.5 ** (n // 100).")
+    if not (schedule is None or callable(schedule)):
+        raise TypeError(
+            "lr_scheduler is called with the number of an update; received "
+            f"{type(schedule).__name__}. Use mgpu.lr_scheduler, or a "
+            "function: lambda n: 0.1 * 0.5 ** (n // 100). (A schedule of "
+            "torch's belongs to an optimizer object: give the Trainer that, "
+            "and step the schedule as in torch.)")
     own, is_rule = None, isinstance(optimizer, Optimizer)
     if not isinstance(optimizer, (str, Optimizer)):
         known = backends.given(optimizer)
@@ -206,9 +206,11 @@ def rule_of(own: OptimizerObject) -> Optimizer:
     if isinstance(own.object, Optimizer):
         return own.object
     (_, family, options), *others = own.groups()
-    if family is None or any(one[1:] != (family, options) for one in others):
+    rule = RULES[own.semantics].get(family or "")
+    if rule is None or any(one[1:] != (family, options) for one in others):
         raise ValueError(
             "expected an optimizer whose formula mgpu has, with one set of "
             f"options; received {own.object!r}. Pass a name and "
             "optimizer_params.")
-    return optimizers.create(family, own.semantics, **options)
+    known = {field.name for field in fields(rule)}
+    return rule(**{name: x for name, x in options.items() if name in known})

@@ -1,22 +1,19 @@
 """One optimizer step, of a network on several devices."""
 import os
-import zlib
 from collections.abc import (Callable, Collection, Iterable, Mapping,
                              Sequence)
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from mgpu import (datasets, environment, optimizers, probes, rule_updates,
                   trainer_states)
-from mgpu.arguments import Hints, by_name, check_batch_size, finite, one_of
+from mgpu.arguments import Hints, by_name, check_batch_size, finite
 from mgpu.backends import in_use
 from mgpu.backends.base import OptimizerObject, Step
-from mgpu.collectives import AllReduce, allreduce_many
+from mgpu.collectives import AllReduce
 from mgpu.collectives.strategies import strategy_of
 from mgpu.compat import pytorch
-from mgpu.compat.gluon import check_store, global_norm
+from mgpu.compat.gluon import check_store, clip
 from mgpu.distributed.step_agreement import StepAgreement
 from mgpu.distributed.strategy import over_processes, share_values
 from mgpu.errors import (DeviceError, NonFiniteGradient,
@@ -148,18 +145,9 @@ class Trainer(Hints):
         self._names: frozenset[str] | None
         self.replicas, self._names = replicas_of(replicas)
         self.replicas.check_valid()
-        self._strategy = over_processes(strategy_of(allreduce, "allreduce"),
-                                        self.replicas.span)
-        self._loss_scale = LossScale(loss_scale)
-        dynamic = self._loss_scale.dynamic
-        if nonfinite is not None:
-            one_of("nonfinite", nonfinite, ("raise", "skip", "ignore"))
-            if dynamic and nonfinite != "skip":
-                raise ValueError(
-                    "a dynamic loss_scale skips updates whose gradients are "
-                    f"not finite; received nonfinite={nonfinite!r}. Leave it "
-                    "out, or give a fixed loss_scale.")
-        self._nonfinite = nonfinite or ("skip" if dynamic else "ignore")
+        strategy = over_processes(strategy_of(allreduce, "allreduce"),
+                                  self.replicas.span)
+        self._loss_scale = LossScale(loss_scale, nonfinite)
         names = [p.name for p in self.replicas.params()]
         self.lr_mult = _multipliers("lr_mult", lr_mult, names)
         self.wd_mult = _multipliers("wd_mult", wd_mult, names)
@@ -183,7 +171,8 @@ class Trainer(Hints):
         self._counts: dict[str, int] = {}
         #: whose gradients are summed and wait for `update`
         self._summed: list[Parameter] | None = None
-        self._agreement = StepAgreement(self.replicas, self._facts)
+        self._agreement = StepAgreement(self.replicas, strategy,
+                                        self._facts)
         self._agreement.begin()
         if self.replicas.span.wide:
             share_values([[x] for x in self.updates.others()],
@@ -215,9 +204,8 @@ class Trainer(Hints):
             "parameters": sorted(self._names or ()),
             "semantics": self.semantics,
             "schedule": type(own.schedule).__name__,
-            "rescale_grad": own.scale, "nonfinite": self._nonfinite,
-            "loss_scale": [self.loss_scale, self._loss_scale.dynamic],
-            "allreduce": repr(self._strategy)}
+            "rescale_grad": own.scale, "nonfinite": self._loss_scale.nonfinite,
+            "loss_scale": [self.loss_scale, self._loss_scale.dynamic]}
 
     def __repr__(self) -> str:
         return f"Trainer({self.optimizer!r}, {self.replicas!r})"
@@ -392,26 +380,26 @@ class Trainer(Hints):
             own; several parts and a parameter with ``grad_req="add"``, or
             one with a gradient that the trainer does not move.
         """
-        with self.replicas.span.world.guard():
+        replicas, backend = self.replicas, self.replicas.backend
+        with replicas.span.world.guard():
             self.check_parts(len(parts), clip_norm)
         rows = 0.0
-        held: dict[Parameter, Any] = {}
-        backend = self.replicas.backend
+        sums: dict[Parameter, Any] = {}
 
-        def hold() -> None:
-            """Keep what this part has written, for the sum of all parts."""
-            for p in self.replicas.params():
+        def add() -> None:
+            """Add what this part has written to the sums of all parts."""
+            for p in replicas.params():
                 x = p.data()
                 if p.grad_req != "null" and backend.is_fresh(x) \
                         and backend.has_gradient(x):
                     g = backend.grad(x)
-                    held[p] = backend.put(g, g) if p not in held \
-                        else held[p] + g
+                    sums[p] = sums[p] + g if p in sums else backend.put(g, g)
                     backend.mark_used(x)
 
         def apply() -> None:
-            self._add(held)
-            whole = self._allreduce(ignore_stale_grad, rows, held)
+            for p, x in sums.items():
+                backend.grad(p.data())[...] = x
+            whole = self._allreduce(ignore_stale_grad, rows, sums)
             if clip_norm is not None:
                 self._clip(self._summed or [], clip_norm,
                            whole / self.updates.scale,
@@ -420,33 +408,25 @@ class Trainer(Hints):
         self._agreement.more = {"accumulate": len(parts),
                                 "clip_norm": clip_norm}
         try:
-            for number, part in enumerate(parts, 1):
-                with self.replicas.span.world.guard():
+            for part in parts:
+                with replicas.span.world.guard():
                     rows += part()
-                self._whole(apply if number == len(parts) else hold)
+                if len(parts) > 1:
+                    self._whole(add)
+            self._whole(apply)
         except BaseException:
             self._summed = None
             raise
         finally:
             self._agreement.more = {}
 
-    def _add(self, held: Mapping[Parameter, Any]) -> None:
-        """Add what earlier parts `held` to the gradients of the last one."""
-        backend = self.replicas.backend
-        for p, part in held.items():
-            x = p.data()
-            g = backend.grad(x)
-            if backend.is_fresh(x):
-                g += part
-            else:       # the last part has not reached it
-                g[...] = part
-
     def check_parts(self, count: int, clip_norm: float | None) -> None:
         """Raise ValueError or TypeError as `step_parts` would, of `count`
         parts."""
         if clip_norm is not None:
             finite("clip_norm", clip_norm, " above 0", lambda x: x > 0)
-        if (count > 1 or clip_norm is not None) and self.observed:
+        if (count > 1 or clip_norm is not None) and self._overrides(
+                "step", "allreduce_grads", "update"):
             raise ValueError(
                 "accumulate and clip_norm go with mgpu's own Trainer.step, "
                 "allreduce_grads and update; received a "
@@ -464,12 +444,6 @@ class Trainer(Hints):
         """Whether one of these methods is the user's own."""
         return any(getattr(getattr(self, name), "__func__", None)
                    is not getattr(Trainer, name) for name in names)
-
-    @property
-    def observed(self) -> bool:
-        """Whether code of the user's runs in a step, and may write to
-        gradients there."""
-        return self._overrides("step", "allreduce_grads", "update")
 
     def _whole(self, section: Callable[[], None]) -> None:
         """Call `section` whole, or after Ctrl-C perhaps not at all, while no
@@ -556,11 +530,8 @@ class Trainer(Hints):
                 raise self._stale(p, bool(reached))
         used = sorted(reached - missing)
         self._summed = None
-        if replicas.span.wide:
-            # Where this fails, the other processes are in the middle of it.
-            with world.together():
-                self._sum([parameters[j] for j in used],
-                          [j in fresh for j in used])
+        self._agreement.sum({parameters[j]: j in fresh for j in used},
+                            self.updates.gradients_of_others)
         self._mark_used(arrays)     # also those that were skipped
         self._summed = [parameters[j] for j in used]
         return whole
@@ -569,40 +540,21 @@ class Trainer(Hints):
         for x in arrays:
             self.replicas.backend.mark_used(x)
 
-    def _sum(self, parameters: Sequence[Parameter], fresh: Sequence[bool]
-             ) -> None:
-        """Sum the gradients of `parameters` over the processes; those that
-        are not `fresh` count as zeros here."""
-        replicas, backend = self.replicas, self.replicas.backend
-        gradients = [backend.grad(p.data()) for p in parameters]
-        for p, g, own in zip(parameters, gradients, fresh, strict=True):
-            if not own and not (p.grad_req == "add"
-                                and replicas.span.world.is_main):
-                g[...] = 0
-        gradients += self.updates.gradients_of_others()
-        allreduce_many([[g] for g in gradients], algorithm=self._strategy)
-        replicas.carried = [p for p in parameters if p.grad_req == "add"]
-
     def _check_done(self, arrays: Sequence[Any]) -> None:
         """Wait for the gradients (not of cards). What has failed in a pass
         is an error here, before anything changes. Raises `DeviceError`."""
         replicas, backend = self.replicas, self.replicas.backend
-        errors = backend.failures([*map(backend.grad, arrays)])
-        if not errors:
-            return
-        error = errors[0]
-        last = (str(error).strip().splitlines() or [""])[-1]
-        device, step = replicas.devices[0], self.num_update + 1
-        place = f" of {replicas.span.world!r}" if replicas.span.wide else ""
-        raise DeviceError(
-            "a device does what was queued on it; in the passes on "
-            f"{replicas.devices}{place}, in step {step}, it failed: "
-            f"{type(error).__name__}: "
-            f"{last.removeprefix(type(error).__name__ + ': ')[:300]}. No "
-            "parameter has changed, and this batch's gradients are void. "
-            "Correct the operation; "
-            f"{backend.finds_failed} shows the line that queued it.", device,
-            step) from error
+        for error in backend.failures([*map(backend.grad, arrays)]):
+            text = (str(error).strip().splitlines() or [""])[-1]
+            device, step = replicas.devices[0], self.num_update + 1
+            place = f" of {replicas.span.world!r}" if replicas.span.wide \
+                else ""
+            raise DeviceError(
+                f"the passes on {replicas.devices}{place}, in step {step}, "
+                f"failed: {type(error).__name__}: {text[:300]}. No parameter "
+                "has changed, and this batch's gradients are void. Correct "
+                f"the operation; {backend.finds_failed} shows the line that "
+                "queued it.", device, step) from error
 
     @staticmethod
     def _stale(p: Parameter, reached: bool) -> StaleGradientError:
@@ -657,14 +609,11 @@ class Trainer(Hints):
     def _sums_held(self) -> dict[str, Any]:
         """A checksum of each sum, which the user may have changed: they are
         the same on all processes."""
-        replicas = self.replicas
-        if not replicas.span.wide:
+        if not self.replicas.span.wide:
             return {}
-        with replicas.span.world.guard():
-            return {"summed gradient": {
-                p.name: zlib.crc32(np.ascontiguousarray(
-                    replicas.backend.to_numpy(p.grad())).tobytes())
-                for p in self.summed("update")}}
+        with self.replicas.span.world.guard():
+            return {"summed gradient": self._agreement.digests(
+                self.summed("update"))}
 
     @probes.staged("update", "update", probes.weights)
     def _update(self, batch_size: float) -> None:
@@ -673,10 +622,10 @@ class Trainer(Hints):
         backend, summed = replicas.backend, self._summed or []
         work = {p: x for p, x in zip(summed, self._arrays(summed))
                 if backend.has_gradient(x)}
-        if self._nonfinite != "ignore" and not all_finite(
+        if self._loss_scale.nonfinite != "ignore" and not all_finite(
                 backend, [*map(backend.grad, work.values())]):
             self._summed = None
-            if self._nonfinite == "raise":
+            if self._loss_scale.nonfinite == "raise":
                 raise self._not_finite([*work])
             scale.backoff()
         else:
@@ -794,25 +743,11 @@ class Trainer(Hints):
 
     def _clip(self, parameters: Sequence[Parameter], max_norm: float,
               divisor: float, eps: float) -> float:
-        """`clip_global_norm` of summed gradients, to be divided by
-        `divisor`."""
-        backend = self.replicas.backend
-        gradients = [p.grad() for p in parameters]
-        with backend.scope(recording=False):
-            norm = global_norm(backend, gradients)
-            norm /= divisor * self.loss_scale
-            if not np.isfinite(norm):
-                if self._nonfinite == "skip":
-                    return norm
-                raise FloatingPointError(
-                    f"the gradients have norm {norm}; they were not clipped. "
-                    "Lower the learning rate, or find the step that made "
-                    "them.")
-            scale = max_norm / (norm + eps)
-            if scale < 1.0:
-                for g in gradients:
-                    g *= scale
-        return norm
+        """Clip summed gradients, to be divided by `divisor`."""
+        return clip(self.replicas.backend, [p.grad() for p in parameters],
+                    max_norm, divisor * self.loss_scale, eps,
+                    "skip" if self._loss_scale.nonfinite == "skip"
+                    else "raise")
 
     # -- states -------------------------------------------------------------
 

@@ -1,17 +1,13 @@
 """What a `Trainer` remembers between steps, and its file."""
-import operator
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mgpu import files, schedule_state
-from mgpu.arguments import is_integer, is_number
 from mgpu.backends.base import Array, Backend, OptimizerObject
 from mgpu.device import as_device
-from mgpu.loss_scale import LossScale, check_loss_scale
-from mgpu.optimizers.base import NEVER_NEGATIVE, RULES, Optimizer
+from mgpu.optimizers.base import RULES, Optimizer
 from mgpu.rule_updates import rule_of
 
 FORMAT = "mgpu trainer states 2"
@@ -51,16 +47,16 @@ def fit(saved: TrainerStates, source: str, backend: Backend,
     Raises
     ------
     ValueError
-        The states of another optimiser, states that do not fit `arrays`, or
-        numbers that no training reaches (a rate of NaN, a count below 0, a
-        variance below 0): all of them are listed. Nothing has changed.
+        The states of another optimiser, or states that do not fit `arrays`:
+        all of them are listed. Nothing has changed.
     """
     put = own.fit(saved.groups, saved.learning_rate)
-    wrong = _impossible(saved, kind_of(own))
-    known = own.groups()[0].family is not None
-    if isinstance(own.object, Optimizer) or known and saved.groups is None:
-        if not wrong:
-            wrong = _misfits(saved, backend, rule_of(own), arrays)
+    known, kind = own.groups()[0].family is not None, kind_of(own)
+    wrong = []
+    if saved.optimizer != kind:
+        wrong = [f"the state of {saved.optimizer} instead of {kind}"]
+    elif isinstance(own.object, Optimizer) or known and saved.groups is None:
+        wrong = _misfits(saved, backend, rule_of(own), arrays)
     elif known:
         for (name, slot), x in saved.slots.items():
             shape = tuple(arrays[name].shape) if name in arrays else x.shape
@@ -103,30 +99,7 @@ def _misfits(saved: TrainerStates, backend: Backend, rule: Optimizer,
             elif found.shape != shape or found.dtype.kind != "f":
                 wrong.append(f"{slot} of {name} with shape {found.shape} "
                              f"instead of {shape}, dtype {found.dtype}")
-            elif rule.built_in and slot in NEVER_NEGATIVE \
-                    and (found < 0).any():
-                wrong.append(f"{slot} of {name} below 0")
     return wrong or [f"unused {slot} of {name}" for name, slot in left]
-
-
-def _impossible(saved: TrainerStates, own: str) -> list[str]:
-    """The numbers of `saved` that no training reaches, and another class
-    than `own`."""
-    counts = {"num_update": saved.num_update,
-              "skipped_steps": saved.skipped_steps,
-              **{f"the count of {name}": t
-                 for name, t in saved.counts.items()}}
-    wrong = [f"{what} {t!r}" for what, t in counts.items()
-             if not is_integer(t, 0) or t >= 2 ** 53]
-    if not is_integer(saved.good_steps, 0) \
-            or saved.good_steps >= LossScale.GROWTH_INTERVAL:
-        wrong.append(f"good_steps {saved.good_steps!r}")
-    if not is_number(saved.learning_rate) \
-            or not 0 <= saved.learning_rate < float("inf"):
-        wrong.append(f"learning_rate {saved.learning_rate!r}")
-    if saved.optimizer != own:
-        wrong.append(f"the state of {saved.optimizer} instead of {own}")
-    return wrong
 
 
 def pack(states: TrainerStates
@@ -140,26 +113,13 @@ def pack(states: TrainerStates
 def unpack(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
            ) -> TrainerStates:
     """What `pack` packed. An Exception for what it cannot have packed."""
-    slots = {}
-    for key, array in arrays.items():
-        name, _, slot = key.rpartition("|")
-        slots[name, slot] = array
-    loss_scale = header.get("loss_scale")   # older files have none
-    if loss_scale is not None:
-        check_loss_scale(loss_scale)
-    schedule = header.get("schedule")
-    schedule_state.check(schedule)
-    groups = header.get("groups")
-    for group in groups or ():
-        if not (isinstance(group["options"], dict)
-                and all(isinstance(name, str) for name in group["names"])):
-            raise ValueError(f"{group!r} is no group")
-    return TrainerStates(
-        str(header["optimizer"]), operator.index(header["num_update"]),
-        float(header["learning_rate"]),
-        {name: operator.index(t) for name, t in header["counts"].items()},
-        slots, loss_scale, operator.index(header.get("good_steps", 0)),
-        operator.index(header.get("skipped_steps", 0)), schedule, groups)
+    schedule_state.check(header.get("schedule"))
+    # Older files lack those that have a default.
+    known = {name: header[name] for name in TrainerStates._fields
+             if name in header}
+    return TrainerStates(**known, slots={
+        (name, slot): x for key, x in arrays.items()
+        for name, _, slot in [key.rpartition("|")]})
 
 
 def to_dict(states: TrainerStates, backend: Backend) -> dict[str, Any]:
@@ -198,17 +158,9 @@ def write(states: TrainerStates, file: files.FilePath) -> None:
 def read(file: files.FilePath) -> TrainerStates:
     """What `write` wrote. ValueError for any other contents, OSError for a
     file that cannot be opened."""
-    with files.opened(file) as stream:
-        # A pickle. A file of ours may begin with the same byte, of a length;
-        # its ninth byte begins a header.
-        head = stream.read(9)
-        if head[:1] == b"\x80" and head[8:] != b"{":
-            raise ValueError(
-                "expected a file of Trainer.save_states of mgpu; received "
-                f"{os.fspath(file)!r}, which looks like one of Gluon's. Pass "
-                "it to mgpu.resume_from_gluon, with the network's files.")
-    return files.read_arrays(file, FORMATS, "a file of Trainer.save_states",
-                             unpack)
+    return files.read_arrays(
+        file, FORMATS, "a file of Trainer.save_states (one of Gluon's goes to "
+        "mgpu.resume_from_gluon)", unpack)
 
 
 def by_layer(names: Sequence[str]) -> Callable[[str], Any]:

@@ -587,10 +587,6 @@ class Given:
         """An optimiser, for a trainer of `network`."""
         return None
 
-    def schedule(self, x: Any) -> Callable[[int], float] | None:
-        """A schedule of learning rates."""
-        return None
-
     def initializer(self, x: Any) -> GivenInitializer | list[
             tuple[re.Pattern[str], Any]] | None:
         """What draws weights: the `init` of `mgpu.initialize`; where names

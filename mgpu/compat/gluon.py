@@ -289,16 +289,33 @@ def _of(names: Any) -> "Replicas":
     return replicas
 
 
-def global_norm(backend: Backend, arrays: Sequence[Any]) -> float:
-    """The norm of all elements; waits for them. Inside a scope that does not
-    record."""
-    squares = []
-    for g in arrays:
-        if not re.search("float(32|64)", str(g.dtype)):
-            # A sum of squares in float16 ends at a norm of 256.
-            g = backend.ops.astype(g, "float32")
-        squares.append(backend.ops.sum(g * g))
-    return math.sqrt(sum(float(backend.to_numpy(s).sum()) for s in squares))
+def clip(backend: Backend, arrays: Sequence[Any], max_norm: float,
+         divisor: float = 1.0, eps: float = 1e-8, nonfinite: str = "raise"
+         ) -> float:
+    """Scale arrays in place so that their joint norm, divided by `divisor`,
+    is `max_norm` at most. Returns the norm before, for which it waits. One
+    that is not finite raises FloatingPointError, or leaves the arrays as they
+    are (`nonfinite` "skip"), or is used ("ignore")."""
+    with backend.scope(recording=False):
+        squares = []
+        for g in arrays:
+            if not re.search("float(32|64)", str(g.dtype)):
+                # A sum of squares in float16 ends at a norm of 256.
+                g = backend.ops.astype(g, "float32")
+            squares.append(backend.ops.sum(g * g))
+        norm = math.sqrt(sum(float(backend.to_numpy(s).sum())
+                             for s in squares)) / divisor
+        if not math.isfinite(norm) and nonfinite != "ignore":
+            if nonfinite == "skip":
+                return norm
+            raise FloatingPointError(
+                f"the gradients have norm {norm}; they were not clipped. "
+                "Lower the learning rate, or find the step that made them.")
+        scale = max_norm / (norm + eps)
+        if not scale >= 1:
+            for g in arrays:
+                g *= scale
+    return norm
 
 
 def clip_global_norm(arrays: Sequence[Any], max_norm: float,
@@ -354,21 +371,13 @@ def clip_global_norm(arrays: Sequence[Any], max_norm: float,
     if not is_number(max_norm) or not 0 < max_norm < math.inf:
         raise ValueError("max_norm must be a finite number above 0; received "
                          f"{max_norm!r}.")
-    with backend.scope(recording=False):
-        norm = global_norm(backend, arrays)
-        if check_isfinite and not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the arrays have norm {norm}; they were not clipped. Lower "
-                "the learning rate, or find the step that made them.")
-        scale = max_norm / (norm + 1e-8)
-        if not scale >= 1:
-            for x in arrays:
-                x *= scale
-        if check_isfinite:
-            return norm
-        wide = "float64" in str(arrays[0].dtype)
-        return backend.put(np.array([norm]), arrays[0],
-                           dtype="float64" if wide else "float32")
+    norm = clip(backend, arrays, max_norm,
+                nonfinite="raise" if check_isfinite else "ignore")
+    if check_isfinite:
+        return norm
+    wide = "float64" in str(arrays[0].dtype)
+    return backend.put(np.array([norm]), arrays[0],
+                       dtype="float64" if wide else "float32")
 
 
 def check_store(kvstore: Any, update_on_kvstore: Any,

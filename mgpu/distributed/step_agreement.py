@@ -1,13 +1,15 @@
 """Exchange per-step information between ranks."""
 import json
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mgpu.arguments import check_batch_size, is_number
 from mgpu.backends.base import Array
+from mgpu.collectives import AllReduce, allreduce_many
+from mgpu.parameters import Parameter
 from mgpu.replicas import Replicas
 
 
@@ -21,6 +23,8 @@ class StepAgreement:
     Parameters
     ----------
     replicas : Replicas
+    strategy : AllReduce
+        How gradients are summed over the ranks.
     facts : callable
         What is the same on all ranks, by name, fit for JSON.
 
@@ -30,10 +34,10 @@ class StepAgreement:
         Facts of the step that is under way.
     """
 
-    def __init__(self, replicas: Replicas,
+    def __init__(self, replicas: Replicas, strategy: AllReduce,
                  facts: Callable[[], dict[str, Any]]) -> None:
         self._replicas, self._world = replicas, replicas.span.world
-        self._facts = facts
+        self._strategy, self._facts = strategy, facts
         self._number = self._world.number()
         self.more: dict[str, Any] = {}
         #: whether this rank's passes have written gradients since the last
@@ -44,7 +48,8 @@ class StepAgreement:
         """Compare the trainers of all ranks. Raises `ModelMismatch`."""
         if self._world.size > 1:
             with self._world.guard():
-                facts = {**self._facts(), "number": self._number}
+                facts = {**self._facts(), "number": self._number,
+                         "allreduce": repr(self._strategy)}
                 self._world.check_dtypes({p.name: p.dtype for p
                                           in self._replicas.params()})
             self._world.agree("mgpu.Trainer", facts,
@@ -117,6 +122,30 @@ class StepAgreement:
         return (set().union(*(_numbers(one[0]) for one in found)),
                 set().union(*(_numbers(one[1]) for one in found)),
                 sum(one[2] for one in found))
+
+    def sum(self, parameters: Mapping[Parameter, bool],
+            others: Callable[[], list[Array]]) -> None:
+        """Sum the gradients of `parameters` and of `others` over the ranks;
+        of those that are False here, this one has none."""
+        replicas, backend = self._replicas, self._replicas.backend
+        if self._world.size == 1:
+            return
+        # Where this fails, the other ranks are in the middle of it.
+        with self._world.together():
+            gradients = [backend.grad(p.data()) for p in parameters]
+            for (p, fresh), g in zip(parameters.items(), gradients):
+                if not fresh and not (p.grad_req == "add"
+                                      and self._world.is_main):
+                    g[...] = 0
+            allreduce_many([[g] for g in gradients + others()],
+                           algorithm=self._strategy)
+            replicas.carried = [p for p in parameters if p.grad_req == "add"]
+
+    def digests(self, parameters: Sequence[Parameter]) -> dict[str, int]:
+        """A checksum of the gradient of each."""
+        return {p.name: zlib.crc32(np.ascontiguousarray(
+            self._replicas.backend.to_numpy(p.grad())).tobytes())
+            for p in parameters}
 
     def _check_part(self, batch_size: float | None) -> None:
         """Raise ValueError for no examples where this rank has a part in the
