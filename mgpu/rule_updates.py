@@ -158,7 +158,8 @@ def updates_of(replicas: Replicas, optimizer: Any, options: dict[str, Any],
     own, is_rule = None, isinstance(optimizer, Optimizer)
     if not isinstance(optimizer, (str, Optimizer)):
         known = backends.given(optimizer)
-        own = known and known.optimizer(optimizer, replicas.network)
+        if known is not None:
+            own = known.optimizer(optimizer, replicas.network)
     if options and (is_rule or own is not None):
         raise ValueError("optimizer_params go with an optimiser's name; "
                          f"received {sorted(options)} with an Optimizer "

@@ -99,36 +99,34 @@ class ScheduleState:
 
     # -- its attributes -----------------------------------------------------
 
-    def _spaces(self) -> dict[str, dict[str, Any]]:
-        """The attributes of a schedule and of those inside it, by path."""
-        found: dict[str, dict[str, Any]] = {}
-        waiting, seen = [("", self._schedule)], set()
-        while waiting and len(found) < _PARTS:
-            path, x = waiting.pop(0)
-            if isinstance(x, MethodType):
-                x = x.__self__
-            if id(x) in seen or type(x).__module__ == lr_scheduler.__name__ \
-                    or isinstance(x, (type, ModuleType, Hints)) \
-                    or self._backend.parts(x) is not None:
-                continue    # no state, or a network, or what trains it
-            seen.add(id(x))
-            inner: Any = ()
-            if isinstance(x, partial):
-                inner = ("func", x.func), *enumerate(x.args)
-            elif isinstance(x, (list, tuple, dict)):
-                inner = () if len(x) >= _LARGE else x.items() \
-                    if isinstance(x, dict) else enumerate(x)
-            elif len(seen) == 1 or callable(x):
-                found[path] = space = getattr(x, "__dict__", {})
-                inner = space.items()
-            waiting += [(f"{path}.{key}", part) for key, part in inner
-                        if type(part) not in _PLAIN]
-        return found
+    def _spaces(self, x: Any, path: str, seen: set[int]
+                ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The attributes of `x` and of the callables inside it, by path."""
+        if isinstance(x, MethodType):
+            x = x.__self__
+        if type(x) in _PLAIN or id(x) in seen or len(seen) > _PARTS \
+                or type(x).__module__ == lr_scheduler.__name__ \
+                or isinstance(x, (type, ModuleType, Hints)) \
+                or self._backend.parts(x) is not None:
+            return      # no state, or a network, or what trains it
+        seen.add(id(x))
+        inner: Any = {}
+        if isinstance(x, partial):
+            inner = {"func": x.func, **{str(i): part for i, part
+                                        in enumerate(x.args)}}
+        elif isinstance(x, (list, tuple, dict)):
+            if len(x) < _LARGE:
+                inner = x if isinstance(x, dict) else dict(enumerate(x))
+        elif not path or callable(x):
+            inner = getattr(x, "__dict__", {})
+            yield path, inner
+        for key, part in list(inner.items()):
+            yield from self._spaces(part, f"{path}.{key}", seen)
 
     def _read(self) -> dict[str, Any]:
         """Attributes of plain data by path, as JSON has them."""
         trees = {f"{path}/{name}": _tree(x)
-                 for path, space in self._spaces().items()
+                 for path, space in self._spaces(self._schedule, "", set())
                  for name, x in space.items()}
         return {key: tree for key, tree in trees.items() if tree is not None}
 
@@ -140,7 +138,7 @@ class ScheduleState:
 
     def _write(self, values: Mapping[str, Any], keys: set[str]) -> None:
         """Set the attributes `keys`; those without a value are deleted."""
-        spaces = self._spaces() if keys else {}
+        spaces = dict(self._spaces(self._schedule, "", set())) if keys else {}
         for key in keys:
             path, _, name = key.rpartition("/")
             space = spaces.get(path, {})

@@ -140,7 +140,7 @@ class Trainer(Hints):
                  nonfinite: str | None = None, *, kvstore: Any = "device",
                  update_on_kvstore: bool | None = None,
                  compression_params: Any = None):
-        check_store(kvstore, update_on_kvstore, compression_params, semantics)
+        check_store(kvstore, compression_params, semantics)
         #: the names of what is trained; None: all parameters
         self._names: frozenset[str] | None
         self.replicas, self._names = replicas_of(replicas)
@@ -514,20 +514,26 @@ class Trainer(Hints):
                          if parameters[j] in held or backend.is_fresh(x)}
                 missing = {j for j in fresh
                            if not backend.has_gradient(arrays[j])}
-                self._check_done([arrays[j] for j in fresh - missing])
+                # Waits for the gradients (not of cards): what has failed in
+                # a pass is an error here, before anything changes.
+                errors = backend.failures([
+                    backend.grad(arrays[j]) for j in fresh - missing])
+                if errors:
+                    self._summed = None
+                    self._mark_used(arrays)
+                    raise _failed(errors[0], self)
                 reached, missing, whole = self._agreement.join(
                     self.num_update + 1, arrays, fresh, missing, batch_size)
-        except BaseException as error:
-            # Another call must not sum what some of the ranks have.
-            if replicas.span.wide or isinstance(error, DeviceError):
-                self._summed = None
+        except BaseException:
+            if world.size > 1:
+                # Another call must not sum what some of the ranks have.
                 self._mark_used(arrays)
             raise
         if batch_size is not None:
             check_batch_size(whole)
         for j, p in enumerate(parameters):
             if j not in reached and not ignore_stale_grad:
-                raise self._stale(p, bool(reached))
+                raise _stale(p, bool(reached))
         used = sorted(reached - missing)
         self._summed = None
         self._agreement.sum({parameters[j]: j in fresh for j in used},
@@ -539,34 +545,6 @@ class Trainer(Hints):
     def _mark_used(self, arrays: Iterable[Any]) -> None:
         for x in arrays:
             self.replicas.backend.mark_used(x)
-
-    def _check_done(self, arrays: Sequence[Any]) -> None:
-        """Wait for the gradients (not of cards). What has failed in a pass
-        is an error here, before anything changes. Raises `DeviceError`."""
-        replicas, backend = self.replicas, self.replicas.backend
-        for error in backend.failures([*map(backend.grad, arrays)]):
-            text = (str(error).strip().splitlines() or [""])[-1]
-            device, step = replicas.devices[0], self.num_update + 1
-            place = f" of {replicas.span.world!r}" if replicas.span.wide \
-                else ""
-            raise DeviceError(
-                f"the passes on {replicas.devices}{place}, in step {step}, "
-                f"failed: {type(error).__name__}: {text[:300]}. No parameter "
-                "has changed, and this batch's gradients are void. Correct "
-                f"the operation; {backend.finds_failed} shows the line that "
-                "queued it.", device, step) from error
-
-    @staticmethod
-    def _stale(p: Parameter, reached: bool) -> StaleGradientError:
-        """No row of the batch reached `p`; `reached`: but others."""
-        return StaleGradientError(
-            f"parameter {p.name!r} has no new gradient since the last step: "
-            + ("the last backward pass did not reach it" if reached
-               else "no backward pass reached it")
-            + ". Run the forward pass inside record() and give the losses of "
-            "all devices to one mgpu.backward; freeze the parameter "
-            "(grad_req='null', requires_grad=False); or pass "
-            "ignore_stale_grad=True to skip it.")
 
     def summed(self, caller: str = "summed") -> list[Parameter]:
         """The parameters whose gradients `allreduce_grads` has taken since
@@ -626,7 +604,7 @@ class Trainer(Hints):
                 backend, [*map(backend.grad, work.values())]):
             self._summed = None
             if self._loss_scale.nonfinite == "raise":
-                raise self._not_finite([*work])
+                raise _not_finite(work, self)
             scale.backoff()
         else:
             self._step(work, self.updates.scale / batch_size)
@@ -658,18 +636,6 @@ class Trainer(Hints):
             finite(f"lr_mult of {p.name!r}", factors[0])
             finite(f"wd_mult of {p.name!r}", factors[1])
         return factors
-
-    def _not_finite(self, parameters: Sequence[Parameter]
-                    ) -> NonFiniteGradient:
-        name = next(p.name for p in parameters if not all_finite(
-            self.replicas.backend, [p.grad()]))
-        world, wide = self.replicas.span.world, self.replicas.span.wide
-        return NonFiniteGradient(
-            "summed gradients are finite (nonfinite='raise'); received NaN or "
-            f"infinity in that of {name!r}, in step {self.num_update + 1}"
-            + (f", as every rank does: {world!r}" if wide else "") + ". No "
-            "parameter has changed. Lower the learning rate, look for bad "
-            "data, or pass nonfinite='skip'.")
 
     # -- clipping -----------------------------------------------------------
 
@@ -779,7 +745,7 @@ class Trainer(Hints):
             The file cannot be opened.
         """
         self.replicas.check_complete()
-        self._load(trainer_states.read(fname), repr(os.fspath(fname)))
+        self.fit_states(trainer_states.read(fname), repr(os.fspath(fname)))()
 
     def export_states(self) -> TrainerStates:
         """The optimiser's state as NumPy copies, whatever the engine and the
@@ -796,7 +762,7 @@ class Trainer(Hints):
     def import_states(self, states: TrainerStates) -> None:
         """Put `export_states` of this or of another trainer back, on all
         devices; raises as `load_states` does."""
-        self._load(states, "the states")
+        self.fit_states(states, "the states")()
 
     def state_dict(self) -> dict[str, Any]:
         """`export_states` as a dict of numbers, text and native arrays on the
@@ -809,11 +775,8 @@ class Trainer(Hints):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put `state_dict` of this or of another trainer back, on all
         devices; raises as `load_states` does."""
-        self._load(trainer_states.from_dict(state_dict, self.replicas.backend),
-                   "the state_dict")
-
-    def _load(self, saved: TrainerStates, source: str) -> None:
-        self.fit_states(saved, source)()
+        self.fit_states(trainer_states.from_dict(
+            state_dict, self.replicas.backend), "the state_dict")()
 
     def fit_states(self, saved: TrainerStates, source: str
                    ) -> Callable[[], None]:
@@ -836,6 +799,45 @@ class Trainer(Hints):
         if scale.dynamic and saved.loss_scale is not None:
             scale.value = saved.loss_scale
             scale.good_steps = saved.good_steps
+
+
+def _failed(error: Exception, trainer: Trainer) -> DeviceError:
+    """What was queued on a device has failed in the passes of a step."""
+    text = (str(error).strip().splitlines() or [""])[-1]
+    replicas, step = trainer.replicas, trainer.num_update + 1
+    place = f" of {replicas.span.world!r}" if replicas.span.wide else ""
+    found = DeviceError(
+        f"the passes on {replicas.devices}{place}, in step {step}, failed: "
+        f"{type(error).__name__}: {text[:300]}. No parameter has changed, and "
+        "this batch's gradients are void. Correct the operation; "
+        f"{replicas.backend.finds_failed} shows the line that queued it.",
+        replicas.devices[0], step)
+    found.__cause__ = error
+    return found
+
+
+def _not_finite(work: Mapping[Parameter, Any], trainer: Trainer
+                ) -> NonFiniteGradient:
+    world = trainer.replicas.span.world
+    name = next(p.name for p in work if not all_finite(
+        trainer.replicas.backend, [p.grad()]))
+    return NonFiniteGradient(
+        "summed gradients are finite (nonfinite='raise'); received NaN or "
+        f"infinity in that of {name!r}, in step {trainer.num_update + 1}"
+        + (f", as every rank does: {world!r}" if world.size > 1 else "")
+        + ". No parameter has changed. Lower the learning rate, look for bad "
+        "data, or pass nonfinite='skip'.")
+
+
+def _stale(p: Parameter, reached: bool) -> StaleGradientError:
+    """No example of the batch reached `p`; `reached`: but others."""
+    return StaleGradientError(
+        f"parameter {p.name!r} has no new gradient since the last step: "
+        + ("the last backward pass did not reach it" if reached
+           else "no backward pass reached it")
+        + ". Run the forward pass inside record() and give the losses of all "
+        "devices to one mgpu.backward; freeze the parameter (grad_req='null', "
+        "requires_grad=False); or pass ignore_stale_grad=True to skip it.")
 
 
 def check_pair(replicas: Any, trainer: Any) -> None:

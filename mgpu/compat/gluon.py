@@ -380,32 +380,21 @@ def clip_global_norm(arrays: Sequence[Any], max_norm: float,
                        dtype="float64" if wide else "float32")
 
 
-def check_store(kvstore: Any, update_on_kvstore: Any,
-                compression_params: Any, semantics: Any) -> None:
+def check_store(kvstore: Any, compression_params: Any, semantics: Any
+                ) -> None:
     """Refuse what would change numbers, or what mgpu does by another word."""
-    if semantics in (*_STORES, "nccl") \
-            or str(semantics).startswith("dist"):
+    if str(semantics).startswith((*_STORES, "nccl", "dist")):
         raise ValueError(
             "the fourth argument of mgpu.Trainer is semantics, not Gluon's "
             f"kvstore; received {semantics!r}. Write kvstore={semantics!r}, "
             "or leave it out.")
-    name = kvstore if kvstore is None or isinstance(kvstore, str) \
-        else getattr(kvstore, "type", kvstore)
-    if isinstance(name, str) and name.startswith("dist"):
+    if getattr(kvstore, "type", kvstore) not in (None, *_STORES):
         raise ValueError(
-            "several processes start together and join by "
-            f"mgpu.distributed; received kvstore={name!r}. Call "
-            "mgpu.distributed.init(), start with mgpu launch (--engine "
-            "kvstore is MXNet's own server), and leave kvstore out.")
-    if name == "nccl":
-        raise ValueError("the cards' own collective is allreduce='native'; "
-                         "received kvstore='nccl'. Use that, or 'auto'.")
-    if name is not None and name not in _STORES:
-        raise ValueError(f"unknown kvstore; received {kvstore!r}. Leave it "
-                         "out: a Trainer sums as allreduce= says.")
-    if update_on_kvstore not in (None, True, False):
-        raise TypeError("update_on_kvstore must be True, False or None, and "
-                        f"changes nothing; received {update_on_kvstore!r}.")
+            f"unknown kvstore; received {kvstore!r}. Leave it out: a Trainer "
+            "sums as allreduce= says (the cards' own collective is allreduce="
+            "'native'), and over the processes that mgpu.distributed.init() "
+            "joins and mgpu launch starts (--engine kvstore is MXNet's "
+            "server).")
     if compression_params is not None:
         raise ValueError(
             "gradients are summed as they are; received compression_params="
