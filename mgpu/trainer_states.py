@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mgpu import files, schedule_state
+from mgpu.arguments import is_integer, is_number
 from mgpu.backends.base import Array, Backend, OptimizerObject
 from mgpu.device import as_device
 from mgpu.optimizers.base import RULES, Optimizer
@@ -47,13 +48,21 @@ def fit(saved: TrainerStates, source: str, backend: Backend,
     Raises
     ------
     ValueError
-        The states of another optimiser, or states that do not fit `arrays`:
-        all of them are listed. Nothing has changed.
+        The states of another optimiser, states that do not fit `arrays` (all
+        of them are listed), or numbers that no training reaches, such as a
+        rate of NaN or a count below 0. Nothing has changed.
     """
     put = own.fit(saved.groups, saved.learning_rate)
     known, kind = own.groups()[0].family is not None, kind_of(own)
+    numbers = (saved.num_update, saved.good_steps, saved.skipped_steps,
+               *saved.counts.values())
     wrong = []
-    if saved.optimizer != kind:
+    if not all(is_integer(n, 0) and n < 2 ** 53 for n in numbers) \
+            or not all(is_number(x) and 0 <= x < float("inf")
+                       for x in (saved.learning_rate, saved.loss_scale or 1)):
+        wrong = [f"numbers that no training reaches: {numbers[:3]}, rate "
+                 f"{saved.learning_rate}, loss scale {saved.loss_scale}"]
+    elif saved.optimizer != kind:
         wrong = [f"the state of {saved.optimizer} instead of {kind}"]
     elif isinstance(own.object, Optimizer) or known and saved.groups is None:
         wrong = _misfits(saved, backend, rule_of(own), arrays)

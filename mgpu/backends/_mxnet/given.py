@@ -3,7 +3,6 @@ import copy
 import pickle
 import random
 import re
-from collections.abc import Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -104,17 +103,17 @@ class MXNetOptimizer(base.OptimizerObject):
 
     # -- states -------------------------------------------------------------
 
-    def _slot(self, number: int) -> str:
-        slots = SLOTS.get(self._family or "")
-        return slots[number] if slots else str(number)
+    def _slots(self, state: Any) -> list[tuple[str, Any]]:
+        """The arrays of a parameter's state with their names."""
+        parts = state if isinstance(state, (tuple, list)) else (state,)
+        names = SLOTS.get(self._family or "", [*map(str, range(len(parts)))])
+        return [(slot, x) for slot, x in zip(names, parts) if x is not None]
 
     def memory(self) -> base.Memory:
         x, states = self.object, self._updater.states
         known = {name: i for name, i in self._index.items() if i in states}
-        slots = {(name, self._slot(j)): part.asnumpy()
-                 for name, i in known.items()
-                 for j, part in enumerate(_parts(states[i]))
-                 if part is not None}
+        slots = {(name, slot): part.asnumpy() for name, i in known.items()
+                 for slot, part in self._slots(states[i])}
         if self._family == "nadam":
             slots |= {(name, "schedule"): np.array(x.m_schedule)
                       for name in known}
@@ -123,23 +122,22 @@ class MXNetOptimizer(base.OptimizerObject):
 
     def load(self, memory, arrays) -> None:
         x, (slots, counts) = self.object, memory
-        for array in [*arrays.values()][:1]:
-            x._set_current_context(self._native(array).context.device_id)
+        weights = {name: self._native(arrays[name]) for name in counts}
+        for weight in [*weights.values()][:1]:
+            x._set_current_context(weight.context.device_id)
         x._index_update_count.clear()
-        x._index_update_count.update(
-            {self._index[name]: count for name, count in counts.items()})
+        self._updater.states.clear()
         x.num_update = max(counts.values(), default=x.begin_num_update)
-        states = self._updater.states
-        states.clear()
-        for name in counts:
+        for name, weight in weights.items():
             i = self._index[name]
-            states[i] = state = x.create_state_multi_precision(
-                i, self._native(arrays[name]))
+            x._index_update_count[i] = counts[name]
+            self._updater.states[i] = state = \
+                x.create_state_multi_precision(i, weight)
             self._updater.states_synced[i] = True
-            for j, part in enumerate(_parts(state)):
-                if part is not None and (name, self._slot(j)) in slots:
-                    part[:] = mx.nd.array(slots[name, self._slot(j)],
-                                          part.context, part.dtype)
+            for slot, part in self._slots(state):
+                if (name, slot) in slots:
+                    part[:] = mx.nd.array(slots[name, slot], part.context,
+                                          part.dtype)
             if (name, "schedule") in slots:
                 x.m_schedule = float(slots[name, "schedule"])
 
@@ -149,10 +147,6 @@ class _Factors(NamedTuple):
 
     lr_mult: float
     wd_mult: float
-
-
-def _parts(state: Any) -> Sequence[Any]:
-    return state if isinstance(state, (tuple, list)) else (state,)
 
 
 def _contents(x: Any) -> dict[str, bytes | None]:
