@@ -47,8 +47,7 @@ class RuleUpdates(OptimizerObject):
 
     @property
     def learning_rate(self) -> float:
-        rate: float = self.object.learning_rate
-        return rate
+        return float(self.object.learning_rate)
 
     def set_learning_rate(self, rate: float) -> None:
         self.object.learning_rate = rate

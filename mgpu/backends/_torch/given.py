@@ -94,11 +94,9 @@ class TorchOptimizer(base.OptimizerObject):
         _write(self.object, [{"lr": rate}] * len(groups))
 
     def groups(self) -> list[base.OptimizerGroup]:
-        return [base.OptimizerGroup(frozenset(names), _family(
-            self.object, group), {
-                _OPTIONS.get(key, key): float(x) if isinstance(
-                    x, torch.Tensor) else x
-                for key, x in group.items() if key not in _PARAMETERS})
+        return [base.OptimizerGroup(
+            frozenset(names), _family(self.object, group),
+            {_OPTIONS.get(key, key): x for key, x in _plain(group).items()})
             for group, names in zip(self.object.param_groups,
                                     self._names_by_group(), strict=True)]
 
