@@ -71,7 +71,8 @@ class RuleUpdates(OptimizerObject):
         work = []
         for name, x in step.arrays.items():
             lr_mult, wd_mult = step.factors[name]
-            rule.check_rate(rate * lr_mult)
+            if rule.divides_by_rate:
+                rule.check_rate(rate * lr_mult)
             work.append(Update(name, x, self._backend.grad(x), rate * lr_mult,
                                rule.wd * wd_mult, step.counts[name]))
         # Every state and rate is there: weights change from here on.

@@ -504,12 +504,12 @@ class Trainer(Hints):
         reached."""
         replicas, backend = self.replicas, self.replicas.backend
         world = replicas.span.world
-        with world.guard():
-            replicas.check_complete()
-            parameters = self._trained()
-            arrays = self._arrays(parameters)
+        arrays: list[Any] = []
         try:
             with world.guard():
+                replicas.check_complete()
+                parameters = self._trained()
+                arrays = self._arrays(parameters)
                 fresh = {j for j, x in enumerate(arrays)
                          if parameters[j] in held or backend.is_fresh(x)}
                 missing = {j for j in fresh
