@@ -1,7 +1,7 @@
 """Checks that arguments of many functions share."""
 import math
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
@@ -54,6 +54,34 @@ def number(name: str, value: Any, least: float = -math.inf,
         raise ValueError(f"{name} must be a finite number{low}{high}; "
                          f"received {value!r}.")
     return float(value)
+
+
+def finite(what: str, value: Any, limits: str = "",
+           fits: Callable[[float], bool] = lambda value: True) -> None:
+    """Raise TypeError or ValueError unless `value` is a finite number that
+    `fits`; `limits` says which do."""
+    rule = f"{what} must be a finite number{limits}"
+    if not is_number(value):
+        raise TypeError(f"{rule}; received {value!r} of type "
+                        f"{type(value).__name__}.")
+    if not (abs(value) < math.inf and fits(value)):
+        raise ValueError(f"{rule}; received {value!r}.")
+
+
+def check_batch_size(batch_size: Any) -> float:
+    """What sums over examples are divided by: examples, or tokens, or a sum
+    of weights. ValueError for what is no finite number above 0."""
+    if is_integer(batch_size, 1):
+        return operator.index(batch_size)
+    x = batch_size.item() if getattr(batch_size, "shape", None) == () \
+        else batch_size
+    if is_number(x) and not isinstance(x, np.bool_) \
+            and 0 < x < math.inf:
+        return float(x)
+    raise ValueError(f"batch_size must be a finite number above 0; received "
+                     f"{batch_size!r}. Pass the rows of the whole batch, "
+                     "over all devices, or what else the loss is divided by: "
+                     "its tokens, or the sum of its weights.")
 
 
 def one_of(name: str, value: Any, known: Collection[Any]) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.arguments import is_number
+from mgpu.arguments import is_number, one_of
 from mgpu.backends.base import Array, Backend
 
 
@@ -18,12 +18,16 @@ class LossScale:
     scale : float, "dynamic" or None
         "dynamic": 2**16 at first; `backoff` halves the scale, and 2000 good
         steps in a row double it. None: 1, and nothing to look after.
+    nonfinite : {"raise", "skip", "ignore"}, optional
+        What becomes of an update whose gradients are not all finite.
 
     Attributes
     ----------
     value : float
         The scale now, a normal float32.
     dynamic : bool
+    nonfinite : str
+        By default "skip" with a dynamic scale, else "ignore".
     good_steps : int
         Updates since the scale has changed.
     skipped_steps : int
@@ -32,17 +36,26 @@ class LossScale:
     Raises
     ------
     ValueError
-        Another `scale` than a finite number above 0.
+        Another `scale` than a finite number above 0; another `nonfinite`, or
+        another than "skip" with a dynamic scale.
     """
 
     FIRST, GROWTH_INTERVAL = 2.0 ** 16, 2000
 
-    def __init__(self, scale: float | str | None):
+    def __init__(self, scale: float | str | None,
+                 nonfinite: str | None = None) -> None:
         self.dynamic = isinstance(scale, str) and scale == "dynamic"
         if not self.dynamic and scale is not None:
             check_loss_scale(scale)
         self.value = self.FIRST if self.dynamic \
             else 1.0 if scale is None else float(scale)
+        self.nonfinite = nonfinite or ("skip" if self.dynamic else "ignore")
+        one_of("nonfinite", self.nonfinite, ("raise", "skip", "ignore"))
+        if self.dynamic and self.nonfinite != "skip":
+            raise ValueError(
+                "a dynamic loss_scale skips updates whose gradients are not "
+                f"finite; received nonfinite={nonfinite!r}. Leave it out, or "
+                "give a fixed loss_scale.")
         self.good_steps = self.skipped_steps = 0
 
     def backoff(self) -> None:

@@ -77,10 +77,7 @@ class LRScheduler:
     def after_warmup(self, num_update: int) -> float:
         """The rate at an update from `warmup_steps` on. Must depend on
         `num_update` and the options only."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has no schedule of its own. Use "
-            "FactorScheduler, MultiFactorScheduler, PolyScheduler or "
-            "CosineScheduler, or define after_warmup(num_update).")
+        raise NotImplementedError("a schedule defines after_warmup")
 
     def __call__(self, num_update: int) -> float:
         """The learning rate of an update.
@@ -189,8 +186,9 @@ class _Decay(LRScheduler):
     """From `base_lr` at the end of the warm-up down a curve to `final_lr`
     at `max_update`, and `final_lr` from then on."""
 
-    def __init__(self, max_update: int, base_lr: float, final_lr: float,
-                 warmup_steps: int, warmup_begin_lr: float, warmup_mode: str
+    def __init__(self, max_update: int, base_lr: float = 0.01,
+                 final_lr: float = 0, warmup_steps: int = 0,
+                 warmup_begin_lr: float = 0, warmup_mode: str = "linear"
                  ) -> None:
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
         self.max_update = integer("max_update", max_update, 1)
@@ -271,13 +269,6 @@ class CosineScheduler(_Decay):
     Loshchilov, Hutter, "SGDR: stochastic gradient descent with warm
     restarts", arXiv:1608.03983, without the restarts.
     """
-
-    def __init__(self, max_update: int, base_lr: float = 0.01,
-                 final_lr: float = 0, warmup_steps: int = 0,
-                 warmup_begin_lr: float = 0, warmup_mode: str = "linear"
-                 ) -> None:
-        super().__init__(max_update, base_lr, final_lr, warmup_steps,
-                         warmup_begin_lr, warmup_mode)
 
     def curve(self, done: int) -> float:
         return (1 + math.cos(math.pi * done / self.max_steps)) / 2

@@ -25,6 +25,7 @@ from mgpu.optimizers import Optimizer
 from mgpu.optimizers.gluon_rules import COMPILED, Adam, RMSProp
 from mgpu.parameters import Parameter
 from mgpu.replicas import Replicas, initialize
+from mgpu.rule_updates import RuleUpdates
 from mgpu.trainer import Trainer, check_batch_size
 from mgpu.trainer_states import TrainerStates
 
@@ -85,18 +86,6 @@ class _Training:
     #: in float32, of float16 parameters
     copies: dict[str, np.ndarray] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-
-
-class _Trainer(Trainer):
-    """Its Nadam counts the updates of `fixed`, parameters that MXNet updates
-    to no effect, and mgpu not at all: the schedule moves at them too."""
-
-    fixed: Sequence[str] = ()
-
-    def _begin_step(self, counts: Mapping[str, int]) -> None:
-        t = max(counts.values(), default=0)     # those are updated each time
-        super()._begin_step({
-            **counts, **dict.fromkeys(self.fixed if t else (), -t)})
 
 
 def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
@@ -224,11 +213,12 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
     lr_mult, wd_mult = (
         _multipliers(saved, graph, known, what, _rename(what, x, own))
         for what, x in (("lr_mult", lr_mult), ("wd_mult", wd_mult)))
-    trainer = _Trainer(replicas, saved.optimizer, lr_mult=lr_mult,
-                       lr_scheduler=saved.schedule, wd_mult=wd_mult)
+    trainer = Trainer(replicas, saved.optimizer, lr_mult=lr_mult,
+                      lr_scheduler=saved.schedule, wd_mult=wd_mult)
     trainer.update_order = tuple(own[name] for name in saved.order
                                  if name in own)
-    trainer.fixed = [own[name] for name in fixed]
+    assert isinstance(trainer.updates, RuleUpdates)
+    trainer.updates.fixed = [own[name] for name in fixed]
     trainer.import_states(_states(saved, known, fixed))
     saved.notes.extend(_general_notes(trainer, saved.scale))
     return Resumed(replicas, trainer, tuple(saved.notes))

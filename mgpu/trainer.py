@@ -1,44 +1,35 @@
 """One optimizer step, of a network on several devices."""
-import contextlib
-import json
-import math
-import operator
 import os
-import zlib
-from collections.abc import (Callable, Collection, Iterable, Iterator,
-                             Mapping, Sequence)
+from collections.abc import (Callable, Collection, Iterable, Mapping,
+                             Sequence)
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from mgpu import (backends, datasets, environment, host_memory, optimizers,
-                  probes, trainer_states)
-from mgpu.arguments import Hints, by_name, is_integer, is_number, one_of
+from mgpu import (datasets, environment, optimizers, probes, rule_updates,
+                  trainer_states)
+from mgpu.arguments import Hints, by_name, check_batch_size, finite
 from mgpu.backends import in_use
-from mgpu.backends.base import Memory, OptimizerObject
-from mgpu.collectives import AllReduce, allreduce_many
+from mgpu.backends.base import OptimizerObject, Step
+from mgpu.collectives import AllReduce
 from mgpu.collectives.strategies import strategy_of
-from mgpu.compat.gluon import (GluonTrainerNames, check_store, global_norm,
-                               replaces_base_lr, without_no_rule)
-from mgpu.compat.pytorch import TorchTrainerNames
-from mgpu.device import as_device
+from mgpu.compat import pytorch
+from mgpu.compat.gluon import check_store, clip
+from mgpu.distributed.step_agreement import StepAgreement
 from mgpu.distributed.strategy import over_processes, share_values
 from mgpu.errors import (DeviceError, NonFiniteGradient,
                          StaleGradientError)
 from mgpu.files import FilePath
-from mgpu.host_memory import Update
 from mgpu.loss_scale import LossScale, all_finite
 from mgpu.parameters import Parameter
 from mgpu.replicas import Replicas, replicas_of
-from mgpu.schedule_state import ScheduleState
-from mgpu.trainer_states import DeviceState, TrainerStates
+from mgpu.schedule_state import Schedule, ScheduleState
+from mgpu.trainer_states import TrainerStates
 
 __all__ = ["StaleGradientError", "Trainer", "TrainerStates",
            "check_batch_size", "check_pair"]
 
 
-class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
+class Trainer(Hints):
     """Updates a network on several devices.
 
     Gluon's `Trainer` with one meaning for any number of devices: gradients
@@ -141,7 +132,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                  optimizer: str | optimizers.Optimizer,
                  optimizer_params: Mapping[str, Any] | None = None,
                  semantics: str = "gluon",
-                 lr_scheduler: Callable[[int], float] | None = None,
+                 lr_scheduler: Schedule | None = None,
                  lr_mult: Mapping[str, float] | None = None,
                  wd_mult: Mapping[str, float] | None = None,
                  loss_scale: float | str | None = None,
@@ -149,146 +140,72 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                  nonfinite: str | None = None, *, kvstore: Any = "device",
                  update_on_kvstore: bool | None = None,
                  compression_params: Any = None):
-        check_store(kvstore, update_on_kvstore, compression_params, semantics)
+        check_store(kvstore, compression_params, semantics)
         #: the names of what is trained; None: all parameters
-        self._own: frozenset[str] | None
-        replicas, self._own = replicas_of(replicas)
-        replicas.check_valid()
+        self._names: frozenset[str] | None
+        self.replicas, self._names = replicas_of(replicas)
+        self.replicas.check_valid()
+        strategy = over_processes(strategy_of(allreduce, "allreduce"),
+                                  self.replicas.span)
+        self._loss_scale = LossScale(loss_scale, nonfinite)
+        names = [p.name for p in self.replicas.params()]
+        self.lr_mult = _multipliers("lr_mult", lr_mult, names)
+        self.wd_mult = _multipliers("wd_mult", wd_mult, names)
         options = dict(by_name("optimizer_params", optimizer_params))
-        self._object = None
-        if not isinstance(optimizer, (str, optimizers.Optimizer)):
-            known = backends.given(optimizer)
-            self._object = known and known.optimizer(
-                optimizer, replicas.network)
-        scheduler = options.pop("lr_scheduler", None)
-        if scheduler is not None and lr_scheduler is not None:
+        schedule = options.pop("lr_scheduler", None)
+        if schedule is not None and lr_scheduler is not None:
             raise ValueError("expected one lr_scheduler; received one as an "
                              "argument and one in optimizer_params. Give one "
                              "of them.")
-        scheduler = scheduler or lr_scheduler
-        if scheduler is not None:
-            known = backends.given(scheduler)
-            scheduler = known and known.schedule(scheduler) or scheduler
-        #: Gluon's rescale_grad
-        self._rescale = 1.0
-        if self._object is not None or isinstance(optimizer,
-                                                  optimizers.Optimizer):
-            if options:
-                raise ValueError(
-                    "optimizer_params go with an optimiser's name; received "
-                    f"{sorted(options)} with an Optimizer object.")
-            if self._object is not None:
-                self._take_object(self._object, scheduler)
-            rate_given = True
-        else:
-            if semantics == "gluon":
-                self._rescale, options = without_no_rule(
-                    optimizer, options, {p.name: p.dtype
-                                         for p in replicas.params()})
-            rate_given = "learning_rate" in options or "lr" in options
-            optimizer = optimizers.create(optimizer, semantics=semantics,
-                                          **options)
-            if semantics == "gluon":
-                rate_given = replaces_base_lr(optimizer.family, rate_given)
-        self.replicas = replicas
-        names = {p.name for p in replicas.params()}
-        lr_mult, wd_mult = (
-            {_own_name(name, names, names - set(factors or ())): factor
-             for name, factor in by_name(what, factors).items()}
-            for what, factors in (("lr_mult", lr_mult), ("wd_mult", wd_mult)))
-        for what, factors in (("lr_mult", lr_mult), ("wd_mult", wd_mult)):
-            unknown = sorted(set(factors) - names)
-            if unknown:
-                raise ValueError(
-                    f"{what} names parameters of the network; received "
-                    f"{unknown}. It has {sorted(names)}.")
-            for name, factor in factors.items():
-                _check_number(f"{what} of {name!r}", factor)
-        if not (scheduler is None or callable(scheduler)):
-            raise TypeError(
-                "lr_scheduler is called with the number of an update; "
-                f"received {type(scheduler).__name__}. Use mgpu.lr_scheduler,"
-                " or a function: lambda n: 0.1 * 0.5 ** (n // 100).")
-        self._loss_scale = LossScale(loss_scale)
-        dynamic = self._loss_scale.dynamic
-        if nonfinite is not None:
-            one_of("nonfinite", nonfinite, ("raise", "skip", "ignore"))
-            if dynamic and nonfinite != "skip":
-                raise ValueError(
-                    "a dynamic loss_scale skips updates whose gradients are "
-                    f"not finite; received nonfinite={nonfinite!r}. Leave it "
-                    "out, or give a fixed loss_scale.")
-        self._nonfinite = nonfinite or ("skip" if dynamic else "ignore")
-        self._strategy = over_processes(strategy_of(allreduce, "allreduce"),
-                                        replicas.span)
-        self.optimizer = optimizer
-        self.semantics = (self._object or optimizer).semantics
-        self.lr_mult, self.wd_mult = lr_mult, wd_mult
-        self._lr_scheduler = scheduler
-        if self._object is None and hasattr(scheduler, "base_lr"):
-            # Gluon: a rate that was given replaces the schedule's own, and
-            # so does the default rate of some optimisers.
-            if rate_given:
-                scheduler.base_lr = optimizer.learning_rate
-            else:
-                optimizer.learning_rate = scheduler.base_lr
-        self._schedule = ScheduleState(replicas.backend)
-        self._schedule.meet(self.lr_scheduler)
-        #: updates so far (see `_next_update`), and by parameter (a skipped
-        #: one is not counted)
+        #: what makes the updates
+        self.updates: OptimizerObject = rule_updates.updates_of(
+            self.replicas, optimizer, options, semantics,
+            schedule or lr_scheduler)
+        self.semantics = self.updates.semantics
+        self._check_names(self.updates.names())
+        self.update_order = ()
+        self._schedule = ScheduleState(self.replicas.backend)
+        self._schedule.begin(self.lr_scheduler)
+        #: updates so far, and by parameter (a skipped one is not counted)
         self.num_update = 0
         self._counts: dict[str, int] = {}
-        self._states: DeviceState = {}
-        #: in which nadam takes the parameters, by name; empty: `gluon_order`
-        #: of an ordinary trainer
-        self.update_order: Sequence[str] = ()
-        #: of the rule, checked
-        self._options: dict[str, Any] = {}
         #: whose gradients are summed and wait for `update`
         self._summed: list[Parameter] | None = None
-        #: whether this process has a part in them, and has had a pass
-        self._had_part = self._had_pass = False
-        #: of the step under way: what all processes give alike
-        self._compared: dict[str, Any] = {}
-        self._number = replicas.span.world.number()
-        self._agree()
-
-    def _agree(self) -> None:
-        """All processes apply the same rule. Raises
-        `mgpu.errors.ModelMismatch`."""
-        world = self.replicas.span.world
-        if world.size == 1:
-            return
-        world.check_dtypes({p.name: p.dtype for p in self.replicas.params()})
-        world.agree("mgpu.Trainer", {
-            **self._rule_facts(), "parameters": sorted(self._own or ()),
-            "semantics": self.semantics,
-            "schedule": None if self.lr_scheduler is None
-            else type(self.lr_scheduler).__name__,
-            "lr_mult": self.lr_mult, "wd_mult": self.wd_mult,
-            "rescale_grad": self._rescale,
-            "loss_scale": [self.loss_scale, self._loss_scale.dynamic],
-            "nonfinite": self._nonfinite, "number": self._number,
-            "allreduce": repr(self._strategy),
-            "grad_req": self.replicas.grad_reqs()},
-            "Give every rank the same arguments.")
-        if self._object is not None:
-            share_values([[x] for x in self._object.others()],
+        self._agreement = StepAgreement(self.replicas, strategy,
+                                        self._facts)
+        self._agreement.begin()
+        if self.replicas.span.wide:
+            share_values([[x] for x in self.updates.others()],
                          self.replicas.span)
 
-    def _rule_facts(self) -> dict[str, Any]:
-        """What all processes have alike, by what it is called."""
-        if self._object is None:
-            return {"options of the optimiser": {
-                "class": type(self.optimizer).__name__, **{
-                    name: repr(x) for name, x
-                    in vars(self.optimizer).items()}}}
-        return {f"options of group {i} of the optimiser": {
-            "names": sorted(names or ()), "formula": family or type(
-                self.optimizer).__qualname__,
-            **{name: repr(x) for name, x in options.items()}}
-            for i, (names, family, options)
-            in enumerate(self._object.groups())}
+    def _check_names(self, names: frozenset[str] | None) -> None:
+        """`names`: those in the groups of an optimizer object."""
+        if None not in (self._names, names) and self._names != names:
+            raise ValueError(
+                "a Trainer moves what is in the groups of its optimiser "
+                f"object; received {len(self._names or ())} parameters "
+                "besides, which are not those. Pass the replicas.")
+        if names is not None:
+            self._names = None      # groups may be added
+
+    def _facts(self) -> dict[str, Any]:
+        """What an update depends on, the same on all ranks."""
+        own = self.updates
+        return {
+            "learning rate": self.rate(self.num_update + 1), **{
+                f"options of group {i} of the optimiser": {
+                    "names": sorted(names or ()), "formula": family
+                    or type(own.object).__qualname__,
+                    **{name: repr(x) for name, x in options.items()}}
+                for i, (names, family, options) in enumerate(own.groups())},
+            "lr_mult, wd_mult and grad_req": {
+                p.name: [*map(float, self.multipliers(p)), p.grad_req]
+                for p in self.replicas.params()},
+            "parameters": sorted(self._names or ()),
+            "semantics": self.semantics,
+            "schedule": type(own.schedule).__name__,
+            "rescale_grad": own.scale, "nonfinite": self._loss_scale.nonfinite,
+            "loss_scale": [self.loss_scale, self._loss_scale.dynamic]}
 
     def __repr__(self) -> str:
         return f"Trainer({self.optimizer!r}, {self.replicas!r})"
@@ -299,6 +216,24 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             if name in self._hints and not hasattr(type(self), name):
                 self.__getattr__(name)
             super().__setattr__(name, value)
+
+    @property
+    def optimizer(self) -> Any:
+        """The `mgpu.optimizers.Optimizer`, or the framework's own object."""
+        return self.updates.object
+
+    @property
+    def update_order(self) -> Sequence[str]:
+        """The parameters in the order in which nadam updates them: Gluon's,
+        see `mgpu.trainer_states.by_layer`. May be set; what is not named
+        comes last."""
+        return self.updates.order
+
+    @update_order.setter
+    def update_order(self, names: Iterable[str]) -> None:
+        every = [p.name for p in self.replicas.params()]
+        self.updates.order = [*dict.fromkeys(
+            (*names, *sorted(every, key=trainer_states.by_layer(every))))]
 
     @property
     def loss_scale(self) -> float:
@@ -313,47 +248,11 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         """Whether summed gradients wait for `update`."""
         return self._summed is not None
 
-    # -- an optimizer object of a framework ---------------------------------
-
-    def _take_object(self, own: OptimizerObject, schedule: Any) -> None:
-        """Raises ValueError for a schedule or parameters that are not those
-        of the object."""
-        if schedule is not None:
-            if not own.takes_schedule:
-                raise ValueError(
-                    "the groups of this optimiser object have its rates; "
-                    f"received lr_scheduler={schedule!r} too. Use a schedule "
-                    "of its own framework, and call its step().")
-            if own.schedule is not None:
-                raise ValueError(
-                    "expected one lr_scheduler; received one as an argument "
-                    "and one in the optimiser object. Give one of them.")
-            own.schedule = schedule
-        self._rescale = own.scale
-        names = own.names()
-        if None not in (self._own, names) and self._own != names:
-            raise ValueError(
-                "a Trainer moves what is in the groups of its optimiser "
-                f"object; received {len(self._own or ())} parameters besides,"
-                " which are not those. Pass the replicas.")
-        if names is not None:
-            self._own = None    # groups may be added
-
     def rule(self) -> optimizers.Optimizer:
         """`optimizer` as a rule of mgpu's, with the options that it has now.
         ValueError for an optimizer object whose formula mgpu does not have,
         or whose groups have different ones."""
-        if self._object is None:
-            return self.optimizer
-        groups = self._object.groups()
-        if groups[0].family is None or any(
-                group[1:] != groups[0][1:] for group in groups):
-            raise ValueError(
-                "expected an optimizer whose formula mgpu has, with one set "
-                f"of options; received {self.optimizer!r}. Pass a name and "
-                "optimizer_params.")
-        return optimizers.create(groups[0].family, self.semantics,
-                                 **groups[0].options)
+        return rule_updates.rule_of(self.updates)
 
     # -- rates --------------------------------------------------------------
 
@@ -364,17 +263,13 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         return self.rate(self.num_update)
 
     @property
-    def lr_scheduler(self) -> Callable[[int], float] | None:
+    def lr_scheduler(self) -> Schedule | None:
         """``rate = lr_scheduler(number of the update)``. It may be set."""
-        return self._lr_scheduler if self._object is None \
-            else self._object.schedule
+        return self.updates.schedule
 
     @lr_scheduler.setter
-    def lr_scheduler(self, schedule: Callable[[int], float] | None) -> None:
-        if self._object is None:
-            self._lr_scheduler = schedule
-        else:
-            self._object.schedule = schedule
+    def lr_scheduler(self, schedule: Schedule | None) -> None:
+        self.updates.schedule = schedule
 
     def set_learning_rate(self, lr: float) -> None:
         """Use `lr` from the next step on. ValueError under a schedule, which
@@ -385,24 +280,17 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             raise ValueError("the learning rate follows the trainer's "
                              f"lr_scheduler; received {lr!r}. Change the "
                              "schedule instead.")
-        _check_number("the learning rate", lr, ", 0 or more",
-                      lambda x: x >= 0)
-        if self._object is not None:
-            self._object.set_learning_rate(float(lr))
-        else:
-            self.optimizer.learning_rate = float(lr)
+        finite("the learning rate", lr, ", 0 or more", lambda x: x >= 0)
+        self.updates.set_learning_rate(float(lr))
 
     def rate(self, num_update: int) -> float:
         """The learning rate of update `num_update`, from 1, before any
-        multiplier. A look: a schedule that changes as it is called is left
-        as it was. ValueError or TypeError for a schedule that gives no
-        finite number, 0 or more."""
+        multiplier. A schedule that changes as it is called is left as it was.
+        ValueError or TypeError for a schedule that gives no finite number,
+        0 or more."""
         if self.lr_scheduler is None:
-            return (self._object or self.optimizer).learning_rate
-        rate = self._schedule.ask(self.lr_scheduler, max(1, num_update))
-        _check_number("what a schedule returns", rate, ", 0 or more",
-                      lambda x: x >= 0)
-        return float(rate)
+            return self.updates.learning_rate
+        return self._schedule.look(self.lr_scheduler, max(1, num_update))
 
     def multipliers(self, p: Parameter) -> tuple[float, float]:
         """What a parameter's rate and weight decay are multiplied by: those
@@ -450,16 +338,14 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         ValueError
             A batch size that is no finite number above 0.
         """
-        with self.replicas.span.world.guard():
-            batch_size = self._checked(batch_size)
+        batch_size = self._agreement.batch_size(batch_size)
         if self._overrides("allreduce_grads", "update"):
             self.allreduce_grads(ignore_stale_grad)
             self.update(batch_size)
             return
 
-        def both() -> None:
-            self._update(self._allreduce(ignore_stale_grad, batch_size))
-        self._whole(both)
+        self._whole(lambda: self._update(self._allreduce(ignore_stale_grad,
+                                                         batch_size)))
 
     def step_parts(self, parts: Sequence[Callable[[], float]],
                    ignore_stale_grad: bool = False,
@@ -494,61 +380,53 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             own; several parts and a parameter with ``grad_req="add"``, or
             one with a gradient that the trainer does not move.
         """
-        with self.replicas.span.world.guard():
+        replicas, backend = self.replicas, self.replicas.backend
+        with replicas.span.world.guard():
             self.check_parts(len(parts), clip_norm)
         rows = 0.0
-        held: dict[Parameter, Any] = {}
-        backend = self.replicas.backend
+        sums: dict[Parameter, Any] = {}
 
-        def hold() -> None:
-            """Keep what this part has written, for the sum of all parts."""
-            for p in self.replicas.params():
+        def add() -> None:
+            """Add what this part has written to the sums of all parts."""
+            for p in replicas.params():
                 x = p.data()
                 if p.grad_req != "null" and backend.is_fresh(x) \
                         and backend.has_gradient(x):
                     g = backend.grad(x)
-                    held[p] = backend.put(g, g) if p not in held \
-                        else held[p] + g
+                    sums[p] = sums[p] + g if p in sums else backend.put(g, g)
                     backend.mark_used(x)
 
         def apply() -> None:
-            self._add(held)
-            whole = self._allreduce(ignore_stale_grad, rows, held)
+            for p, x in sums.items():
+                backend.grad(p.data())[...] = x
+            whole = self._allreduce(ignore_stale_grad, rows, sums)
             if clip_norm is not None:
                 self._clip(self._summed or [], clip_norm,
-                           whole / self._rescale,
-                           1e-6 if self.semantics == "torch"
-                           else 1e-8)
+                           whole / self.updates.scale,
+                           1e-6 if self.semantics == "torch" else 1e-8)
             self._update(whole)
-        self._compared = {"accumulate": len(parts), "clip_norm": clip_norm}
+        self._agreement.more = {"accumulate": len(parts),
+                                "clip_norm": clip_norm}
         try:
-            for number, part in enumerate(parts, 1):
-                with self.replicas.span.world.guard():
+            for part in parts:
+                with replicas.span.world.guard():
                     rows += part()
-                self._whole(apply if number == len(parts) else hold)
+                if len(parts) > 1:
+                    self._whole(add)
+            self._whole(apply)
         except BaseException:
             self._summed = None
             raise
         finally:
-            self._compared = {}
-
-    def _add(self, held: Mapping[Parameter, Any]) -> None:
-        """Add what earlier parts `held` to the gradients of the last one."""
-        backend = self.replicas.backend
-        for p, part in held.items():
-            x = p.data()
-            g = backend.grad(x)
-            if backend.is_fresh(x):
-                g += part
-            else:       # the last part has not reached it
-                g[...] = part
+            self._agreement.more = {}
 
     def check_parts(self, count: int, clip_norm: float | None) -> None:
         """Raise ValueError or TypeError as `step_parts` would, of `count`
         parts."""
         if clip_norm is not None:
-            _check_number("clip_norm", clip_norm, " above 0", lambda x: x > 0)
-        if (count > 1 or clip_norm is not None) and self.observed:
+            finite("clip_norm", clip_norm, " above 0", lambda x: x > 0)
+        if (count > 1 or clip_norm is not None) and self._overrides(
+                "step", "allreduce_grads", "update"):
             raise ValueError(
                 "accumulate and clip_norm go with mgpu's own Trainer.step, "
                 "allreduce_grads and update; received a "
@@ -562,93 +440,10 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                 "and begins anew with each step; received grad_req='add' of "
                 f"{added[0]!r}. Use grad_req='write', or accumulate=1.")
 
-    def _checked(self, batch_size: Any) -> float:
-        """A process may have no rows of a batch, or rows that count as
-        nothing."""
-        if self.replicas.span.wide and is_number(batch_size) \
-                and batch_size == 0:
-            return 0
-        return check_batch_size(batch_size)
-
-    def _check_part(self, batch_size: float | None) -> None:
-        """Refuse no rows where this process has a part in the gradients, and
-        rows without a pass."""
-        if batch_size and self.replicas.span.wide and not self._had_pass:
-            raise ValueError(
-                "a process gives the size of its own part of the batch, 0 "
-                f"where it has none; received {batch_size:g} on "
-                f"{self.replicas.span.world!r}, which has had no backward "
-                "pass since the last step. Pass 0, or run one inside "
-                "record().")
-        if batch_size == 0 and self._had_part:
-            raise ValueError(
-                "a process gives the size of its own part of the batch, 0 "
-                "where it has none; received 0 on "
-                f"{self.replicas.span.world!r}, whose backward pass has "
-                "written gradients. Pass the number of its rows.")
-
-    def _has_part(self, parameters: Sequence[Parameter]) -> bool:
-        """Whether this process's last passes have written gradients other
-        than zeros."""
-        backend = self.replicas.backend
-        return any(bool(np.any(backend.to_numpy(backend.grad(x))))
-                   for x in (p.data() for p in parameters)
-                   if backend.is_fresh(x) and backend.has_gradient(x))
-
-    def _whole_batch(self, work: str, batch_size: Any, **more: Any) -> float:
-        """The sum of `batch_size` over all processes; `more` has to be the
-        same on all."""
-        with self.replicas.span.world.guard():
-            batch_size = self._checked(batch_size)
-            self._check_part(batch_size)
-            return check_batch_size(sum(self._gather(
-                f"{work} of {self._next_step()}", batch_size, **more)))
-
-    def _gather(self, work: str, value: Any, **more: Any) -> list[Any]:
-        """A meeting of all processes, in which what an update depends on is
-        compared. A rank's number in a list of parameters means another one on
-        other ranks otherwise. Raises `mgpu.errors.ModelMismatch`."""
-        replicas = self.replicas
-        world = replicas.span.world
-        if world.size == 1:
-            return [value]
-        facts = {
-            **more, "learning rate": self.rate(self.num_update + 1),
-            **self._rule_facts(),
-            "lr_mult, wd_mult and grad_req": {
-                p.name: [*map(float, self.multipliers(p)), p.grad_req]
-                for p in replicas.params()}}
-        if self._own is not None:
-            facts["parameters"] = sorted(self._own)
-        text = json.dumps(facts, sort_keys=True)
-        # Short where all agree: a digest, and all facts only of those that
-        # do not.
-        told = world.gather(work, [value, zlib.crc32(text.encode()),
-                                   world.batch_taken()])
-        if len({digest for _, digest, _ in told}) > 1:
-            world.agree(f"the trainer in {work}", facts,
-                        "Set rates, options and grad_req alike on every "
-                        "rank: what they depend on, such as a loss, is "
-                        "another number on each.")
-        world.check_batches([batch for *_, batch in told])
-        return [own for own, *_ in told]
-
-    def _next_step(self) -> str:
-        """The step to come, in words that are the same on all ranks, and
-        those of no other trainer."""
-        return f"step {self.num_update + 1}" + (
-            f" of trainer {self._number}" if self._number > 1 else "")
-
     def _overrides(self, *names: str) -> bool:
         """Whether one of these methods is the user's own."""
         return any(getattr(getattr(self, name), "__func__", None)
                    is not getattr(Trainer, name) for name in names)
-
-    @property
-    def observed(self) -> bool:
-        """Whether code of the user's runs in a step, and may write to
-        gradients there."""
-        return self._overrides("step", "allreduce_grads", "update")
 
     def _whole(self, section: Callable[[], None]) -> None:
         """Call `section` whole, or after Ctrl-C perhaps not at all, while no
@@ -663,26 +458,32 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
 
     def _trained(self) -> list[Parameter]:
         """The parameters that this trainer moves now."""
-        self.replicas.check_complete()
-        names = self._names()
+        names = self._moved()
         return [p for p in self.replicas.params()
                 if (names is None or p.name in names) and p.grad_req != "null"]
 
-    def _names(self) -> frozenset[str] | None:
-        """What this trainer moves now; None: all parameters."""
-        names = self._object and self._object.names()
-        return self._own if names is None else names
-
-    def _arrays(self, parameters: Sequence[Parameter]) -> list[Any]:
-        """The network's own arrays of `parameters`."""
-        self.replicas.check_complete()
-        network = self.replicas.network
-        return [network.array(p.number) for p in parameters]
+    def _moved(self) -> frozenset[str] | None:
+        """The names of what this trainer moves now; None: all parameters."""
+        names = self.updates.names()
+        return self._names if names is None else names
 
     def trains(self, p: Parameter) -> bool:
         """Whether this trainer moves `p`, unless it is frozen."""
-        names = self._names()
+        names = self._moved()
         return names is None or p.name in names
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """`Replicas.zero_grad`: every gradient is zero, and
+        what has been cleared is not applied. Only ``grad_req="add"`` needs
+        it. `set_to_none` is torch's, and changes nothing: gradients stay
+        arrays. ValueError where another trainer's gradients grow: torch's
+        clears those of its own parameters."""
+        pytorch.zero_grad(self)
+
+    def _arrays(self, parameters: Iterable[Parameter]) -> list[Any]:
+        """The network's own arrays of `parameters`."""
+        network = self.replicas.network
+        return [network.array(p.number) for p in parameters]
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
         """Sum the gradients over the processes, and take them for `update`.
@@ -702,119 +503,48 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         above 0. `held`: parameters that earlier parts of the batch have
         reached."""
         replicas, backend = self.replicas, self.replicas.backend
-        parameters = self._trained()
-        with self._voiding(parameters) if replicas.span.wide \
-                else contextlib.nullcontext(), replicas.span.world.guard():
-            arrays = self._arrays(parameters)
-            fresh = {j for j, x in enumerate(arrays)
-                     if parameters[j] in held or backend.is_fresh(x)}
-            taken = {j for j in fresh
-                     if not backend.has_gradient(arrays[j])}
-            self._check_done([arrays[j] for j in fresh - taken])
-            self._had_pass = bool(fresh)
-            self._had_part = replicas.span.wide and not batch_size \
-                and self._has_part(parameters)
-            self._check_part(batch_size)
-            reached, taken, whole = self._meet(fresh, taken, batch_size or 0)
+        world = replicas.span.world
+        arrays: list[Any] = []
+        try:
+            with world.guard():
+                replicas.check_complete()
+                parameters = self._trained()
+                arrays = self._arrays(parameters)
+                fresh = {j for j, x in enumerate(arrays)
+                         if parameters[j] in held or backend.is_fresh(x)}
+                missing = {j for j in fresh
+                           if not backend.has_gradient(arrays[j])}
+                # Waits for the gradients (not of cards): what has failed in
+                # a pass is an error here, before anything changes.
+                errors = backend.failures([
+                    backend.grad(arrays[j]) for j in fresh - missing])
+                if errors:
+                    self._summed = None
+                    self._mark_used(arrays)
+                    raise _failed(errors[0], self)
+                reached, missing, whole = self._agreement.join(
+                    self.num_update + 1, arrays, fresh, missing, batch_size)
+        except BaseException:
+            if world.size > 1:
+                # Another call must not sum what some of the ranks have.
+                self._mark_used(arrays)
+            raise
         if batch_size is not None:
             check_batch_size(whole)
-        self._check_reached(parameters, reached, ignore_stale_grad)
-        used = sorted(reached - taken)
+        for j, p in enumerate(parameters):
+            if j not in reached and not ignore_stale_grad:
+                raise _stale(p, bool(reached))
+        used = sorted(reached - missing)
         self._summed = None
-        if replicas.span.wide:
-            # Where this fails, the other processes are in the middle of it.
-            with replicas.span.world.together():
-                self._sum([parameters[j] for j in used],
-                          [j in fresh for j in used])
-        for x in arrays:        # also those that were skipped
-            backend.mark_used(x)
+        self._agreement.sum({parameters[j]: j in fresh for j in used},
+                            self.updates.gradients_of_others)
+        self._mark_used(arrays)     # also those that were skipped
         self._summed = [parameters[j] for j in used]
         return whole
 
-    @contextlib.contextmanager
-    def _voiding(self, parameters: Sequence[Parameter]) -> Iterator[None]:
-        """Where a process fails before gradients are summed, the batch is
-        void in all: another call must not sum what some of them have."""
-        try:
-            yield
-        except BaseException:
-            for p in parameters:
-                self.replicas.backend.mark_used(p.data())
-            raise
-
-    def _sum(self, parameters: Sequence[Parameter], fresh: Sequence[bool]
-             ) -> None:
-        """Sum the gradients of `parameters` over the processes; those that
-        are not `fresh` count as zeros here."""
-        replicas, backend = self.replicas, self.replicas.backend
-        gradients = [backend.grad(p.data()) for p in parameters]
-        for p, g, own in zip(parameters, gradients, fresh, strict=True):
-            if not own and not (p.grad_req == "add"
-                                and replicas.span.world.is_main):
-                g[...] = 0
-        if self._object is not None:
-            gradients += self._object.gradients_of_others()
-        allreduce_many([[g] for g in gradients], algorithm=self._strategy)
-        replicas.carried = [p for p in parameters if p.grad_req == "add"]
-
-    def _check_done(self, arrays: Sequence[Any]) -> None:
-        """Wait for the gradients (not of cards). What has failed in a pass
-        is an error here, before anything changes. Raises `DeviceError`."""
-        replicas, backend = self.replicas, self.replicas.backend
-        errors = backend.failures([*map(backend.grad, arrays)])
-        if not errors:
-            return
-        self._summed = None
+    def _mark_used(self, arrays: Iterable[Any]) -> None:
         for x in arrays:
-            backend.mark_used(x)
-        error = errors[0]
-        last = (str(error).strip().splitlines() or [""])[-1]
-        device, step = replicas.devices[0], self.num_update + 1
-        place = f" of {replicas.span.world!r}" if replicas.span.wide else ""
-        raise DeviceError(
-            "a device does what was queued on it; in the passes on "
-            f"{replicas.devices}{place}, in step {step}, it failed: "
-            f"{type(error).__name__}: "
-            f"{last.removeprefix(type(error).__name__ + ': ')[:300]}. No "
-            "parameter has changed, and this batch's gradients are void. "
-            "Correct the operation; "
-            f"{backend.finds_failed} shows the line that queued it.", device,
-            step) from error
-
-    def _meet(self, reached: set[int], taken: set[int], batch_size: float
-              ) -> tuple[set[int], set[int], float]:
-        """What all processes know of a batch together: the parameters that
-        any of its rows reached; those whose gradients were taken away; the
-        sum of `batch_size`."""
-        replicas = self.replicas
-        if not replicas.span.wide:
-            return reached, taken, batch_size
-        told = self._gather(self._next_step(), [
-            _bits(reached), _bits(taken), batch_size, replicas.moved],
-            **self._compared, **{
-                f"gradient before this step (zero_grad is for all) of {name}":
-                x for name, x in replicas.kept_sums().items()})
-        replicas.moved_by_rank = [one[3] for one in told]
-        return (set().union(*(_numbers(one[0]) for one in told)),
-                set().union(*(_numbers(one[1]) for one in told)),
-                sum(one[2] for one in told))
-
-    def _check_reached(self, parameters: Sequence[Parameter],
-                       reached: Collection[int], ignore_stale_grad: bool
-                       ) -> None:
-        """Refuse a parameter that no row of the batch reached, unless it is
-        to be ignored (StaleGradientError)."""
-        for j, p in enumerate(parameters):
-            if j not in reached and not ignore_stale_grad:
-                raise StaleGradientError(
-                    f"parameter {p.name!r} has no new gradient since the last "
-                    "step: " + (
-                        "the last backward pass did not reach it" if reached
-                        else "no backward pass reached it")
-                    + ". Run the forward pass inside record() and give the "
-                    "losses of all devices to one mgpu.backward; freeze the "
-                    "parameter (grad_req='null', requires_grad=False); or "
-                    "pass ignore_stale_grad=True to skip it.")
+            self.replicas.backend.mark_used(x)
 
     def summed(self, caller: str = "summed") -> list[Parameter]:
         """The parameters whose gradients `allreduce_grads` has taken since
@@ -849,43 +579,35 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             would be applied again; or a backward pass has written gradients
             since then.
         """
-        batch_size = self._whole_batch("update", batch_size,
-                                       **self._sums_held())
+        batch_size = self._agreement.total(
+            "update", self.num_update + 1, batch_size, **self._sums_held())
         self._summed = self.summed("update")
         self._whole(partial(self._update, batch_size))
 
     def _sums_held(self) -> dict[str, Any]:
         """A checksum of each sum, which the user may have changed: they are
         the same on all processes."""
-        replicas = self.replicas
-        if not replicas.span.wide:
+        if not self.replicas.span.wide:
             return {}
-        with replicas.span.world.guard():
-            return {"summed gradient": {
-                p.name: zlib.crc32(np.ascontiguousarray(
-                    replicas.backend.to_numpy(p.grad())).tobytes())
-                for p in self.summed("update")}}
+        with self.replicas.span.world.guard():
+            return {"summed gradient": self._agreement.digests(
+                self.summed("update"))}
 
     @probes.staged("update", "update", probes.weights)
     def _update(self, batch_size: float) -> None:
         debug = environment.debug()     # first: a wrong value is refused
         replicas, scale = self.replicas, self._loss_scale
-        backend = replicas.backend
-        summed = self._summed or []
+        backend, summed = replicas.backend, self._summed or []
         work = {p: x for p, x in zip(summed, self._arrays(summed))
                 if backend.has_gradient(x)}
-        if self._nonfinite != "ignore" and not all_finite(
+        if self._loss_scale.nonfinite != "ignore" and not all_finite(
                 backend, [*map(backend.grad, work.values())]):
             self._summed = None
-            if self._nonfinite == "raise":
-                raise self._not_finite([*work])
+            if self._loss_scale.nonfinite == "raise":
+                raise _not_finite(work, self)
             scale.backoff()
         else:
-            if self._object is None:
-                self._apply_rule(work, self._rescale / batch_size)
-            else:
-                self._step_object(self._object, work,
-                                  self._rescale / batch_size)
+            self._step(work, self.updates.scale / batch_size)
             self._summed = None
             scale.succeed()
         datasets.note_step()
@@ -893,122 +615,29 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         if debug:
             replicas.check_equal()
 
-    def _not_finite(self, parameters: Sequence[Parameter]
-                    ) -> NonFiniteGradient:
-        name = next(p.name for p in parameters if not all_finite(
-            self.replicas.backend, [p.grad()]))
-        world, wide = self.replicas.span.world, self.replicas.span.wide
-        return NonFiniteGradient(
-            "summed gradients are finite (nonfinite='raise'); received NaN or "
-            f"infinity in that of {name!r}, in step {self.num_update + 1}"
-            + (f", as every rank does: {world!r}" if wide else "") + ". No "
-            "parameter has changed. Lower the learning rate, look for bad "
-            "data, or pass nonfinite='skip'.")
-
-    def _step_object(self, own: OptimizerObject,
-                     parameters: Mapping[Parameter, Any], scale: float
-                     ) -> None:
-        found = {p.name: p for p in parameters}
+    def _step(self, work: Mapping[Parameter, Any], scale: float) -> None:
+        """Update the arrays of `work`, by their gradients times `scale`."""
+        own, factors = self.updates, {p.name: self._factors(p) for p in work}
+        counts = {name: self._counts.get(name, 0) + 1 for name in factors}
+        # Gluon: the largest number of updates that any parameter has had,
+        # this one included. torch: one more than before.
+        number = self.num_update + 1 if self.semantics == "torch" \
+            else max([self.num_update, *counts.values()])
         with self._schedule.moving(own.schedule):
-            own.step({name: parameters[found[name]] for name in sorted(
-                found, key=self.gluon_order())},
-                lambda name: self.multipliers(found[name]), scale,
-                self.loss_scale)
-        for name in found:
-            self._counts[name] = self._counts.get(name, 0) + 1
-        self.num_update = own.count(self.num_update)
-
-    def _next_update(self, parameters: Iterable[Parameter]) -> int:
-        """Gluon: the largest number of updates that any parameter has had,
-        this one included. torch: one more than before."""
-        if self.semantics == "torch":
-            return self.num_update + 1
-        return max([self.num_update, *(self._counts.get(p.name, 0) + 1
-                                       for p in parameters)])
-
-    def _work(self, parameters: Mapping[Parameter, Any], rate: float
-              ) -> list[Update]:
-        """What is to be done to each parameter; makes missing states."""
-        backend, rule, work = self.replicas.backend, self.optimizer, []
-        if rule.built_in and vars(rule) != self._options:
-            self._check_options(rule)
-        for p, weight in parameters.items():
-            name = p.name
-            if name not in self._states:
-                self._states[name] = rule.create_state(weight, backend.ops)
-            lr_mult, wd_mult = self.multipliers(p)
-            for what, x in ("lr_mult", lr_mult), ("wd_mult", wd_mult):
-                if type(x) is not float or x != 1.0:
-                    _check_number(f"{what} of {name!r}", x)
-            rule.check_rate(rate * lr_mult)
-            work.append(Update(
-                name, weight, backend.grad(weight), rate * lr_mult,
-                rule.wd * wd_mult,
-                self._counts.get(name, 0) + 1))
-        return work
-
-    def _check_options(self, rule: optimizers.Optimizer) -> None:
-        """The user has changed options of the optimiser, or has put another
-        one in its place."""
-        rule.__post_init__()
-        p = next((p for p in self.replicas.params()     # as of all others
-                  if p.name in self._states), None)
-        if p is not None:
-            kept = self._states[p.name]
-            x = p.data()    # a row is enough: rates may change in each step
-            needed = rule.create_state(x[:1] if p.shape else x,
-                                       self.replicas.backend.ops)
-            if needed.keys() != kept.keys():
-                raise ValueError(
-                    "an optimiser remembers the same things from its first "
-                    f"update on; received {rule!r}, which needs "
-                    f"{sorted(needed)} of {p.name!r}, where {sorted(kept)} "
-                    "is kept. Make a new Trainer.")
-        self._options = dict(vars(rule))
-
-    def _begin_step(self, counts: Mapping[str, int]) -> None:
-        # All of the network: places must not depend on which a trainer has.
-        order = sorted((p.name for p in self.replicas.params()),
-                       key=self.gluon_order())
-        self.optimizer.begin_step(
-            [self._states.get(name, {}) for name in order],
-            [counts.get(name) if name in self._states else None
-             for name in order])
-
-    def gluon_order(self) -> Callable[[str], Any]:
-        """A sort key for names of parameters: see
-        `mgpu.trainer_states.by_layer`; `update_order` where there is one."""
-        if self.update_order:
-            places = {name: i for i, name in enumerate(self.update_order)}
-            return lambda name: places.get(name, len(places))
-        return trainer_states.by_layer(
-            [p.name for p in self.replicas.params()])
-
-    def _apply_rule(self, parameters: Mapping[Parameter, Any], scale: float
-                    ) -> None:
-        """The optimiser's rule, for gradients times `scale` and divided by
-        the loss scale. Nothing is counted before every state and rate is
-        there."""
-        number, optimizer = self._next_update(parameters), self.optimizer
-        with self._schedule.moving(self.lr_scheduler):
-            work = self._work(parameters, self.rate(number))
-        counts = {one.name: one.t for one in work}
-        if optimizer.has_begin_step:
-            self._begin_step(counts)
-        backend, loss_scale = self.replicas.backend, self.loss_scale
-        if not (optimizer.elementwise and host_memory.update(
-                backend, optimizer, work, self._states, scale, loss_scale)):
-            for one in work:
-                gradient = one.gradient
-                if loss_scale != 1.0:
-                    # A division of its own: MXNet reads numbers from text,
-                    # and not every quotient of two to the last bit.
-                    gradient = gradient / loss_scale
-                optimizer.update(one.weight, gradient * scale,
-                                 self._states[one.name], lr=one.lr,
-                                 wd=one.wd, t=one.t, ops=backend.ops)
+            own.step(Step(dict(zip(factors, work.values())), factors, counts,
+                          number, scale, self.loss_scale))
         self._counts.update(counts)
-        self.num_update = number
+        self.num_update = own.count(number)
+
+    def _factors(self, p: Parameter) -> tuple[float, float]:
+        """`multipliers`, checked."""
+        factors = self.multipliers(p)
+        if factors != (1.0, 1.0):
+            finite(f"lr_mult of {p.name!r}", factors[0])
+            finite(f"wd_mult of {p.name!r}", factors[1])
+        return factors
+
+    # -- clipping -----------------------------------------------------------
 
     def clip_global_norm(self, max_norm: float,
                          batch_size: float | None = None) -> float:
@@ -1037,18 +666,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             is raised; with a dynamic scale, or nonfinite="skip", it is
             returned, and `update` will skip the step.
         """
-        _check_number("max_norm", max_norm, " above 0", lambda x: x > 0)
-        more = {"max_norm": max_norm, **self._sums_held()}
-        divisor: float = 1
-        if batch_size is not None:
-            divisor = self._whole_batch("clip_global_norm", batch_size,
-                                        **more) / self._rescale
-        else:
-            with self.replicas.span.world.guard():
-                self._gather(f"clip_global_norm of {self._next_step()}", 1,
-                             **more)
-        return self._clip(self.summed("clip_global_norm"), max_norm, divisor,
-                          1e-8)
+        return self._clip_summed("clip_global_norm", max_norm, batch_size,
+                                 1e-8)
 
     def clip_grad_norm_(self, max_norm: float,
                         batch_size: float | None = None) -> float:
@@ -1072,33 +691,29 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             The norm before clipping. Raises as `clip_global_norm` does: where
             it is not finite nothing is scaled (torch makes all of it NaN).
         """
-        _check_number("max_norm", max_norm, " above 0", lambda x: x > 0)
-        divisor = self._whole_batch("clip_grad_norm_", batch_size,
-                                    max_norm=max_norm, **self._sums_held())
-        return self._clip(self.summed("clip_grad_norm_"), max_norm,
-                          divisor / self._rescale, 1e-6)
+        return self._clip_summed(
+            "clip_grad_norm_", max_norm,
+            self._agreement.batch_size(batch_size), 1e-6)
+
+    def _clip_summed(self, caller: str, max_norm: float,
+                     batch_size: float | None, eps: float) -> float:
+        finite("max_norm", max_norm, " above 0", lambda x: x > 0)
+        more = {"max_norm": max_norm, **self._sums_held()}
+        step, divisor = self.num_update + 1, 1.0
+        if batch_size is None:
+            self._agreement.gather(caller, step, 1, **more)
+        else:
+            divisor = self._agreement.total(
+                caller, step, batch_size, **more) / self.updates.scale
+        return self._clip(self.summed(caller), max_norm, divisor, eps)
 
     def _clip(self, parameters: Sequence[Parameter], max_norm: float,
               divisor: float, eps: float) -> float:
-        """`clip_global_norm` of summed gradients, to be divided by
-        `divisor`."""
-        backend = self.replicas.backend
-        gradients = [p.grad() for p in parameters]
-        with backend.scope(recording=False):
-            norm = global_norm(backend, gradients)
-            norm /= divisor * self.loss_scale
-            if not np.isfinite(norm):
-                if self._nonfinite == "skip":
-                    return norm
-                raise FloatingPointError(
-                    f"the gradients have norm {norm}; they were not clipped. "
-                    "Lower the learning rate, or find the step that made "
-                    "them.")
-            scale = max_norm / (norm + eps)
-            if scale < 1.0:
-                for g in gradients:
-                    g *= scale
-        return norm
+        """Clip summed gradients, to be divided by `divisor`."""
+        return clip(self.replicas.backend, [p.grad() for p in parameters],
+                    max_norm, divisor * self.loss_scale, eps,
+                    "skip" if self._loss_scale.nonfinite == "skip"
+                    else "raise")
 
     # -- states -------------------------------------------------------------
 
@@ -1130,108 +745,49 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             The file cannot be opened.
         """
         self.replicas.check_complete()
-        self._load(trainer_states.read(fname), repr(os.fspath(fname)))
+        self.fit_states(trainer_states.read(fname), repr(os.fspath(fname)))()
 
     def export_states(self) -> TrainerStates:
         """The optimiser's state as NumPy copies, whatever the engine and the
         number of devices. Waits for pending updates."""
-        scale, own = self._loss_scale, self._object
-        slots = trainer_states.export_slots(self.replicas.backend,
-                                            self._states)
-        counts, groups = self._counts, None
-        if own is not None:
-            slots, remembered = own.memory()
-            counts, groups = {**counts, **remembered}, own.export()
+        scale, own = self._loss_scale, self.updates
+        slots, counts = own.memory()
         return TrainerStates(
-            self._kind(), self.num_update,
-            (own or self.optimizer).learning_rate, dict(counts), slots,
+            trainer_states.kind_of(own), self.num_update, own.learning_rate,
+            {**self._counts, **counts}, slots,
             scale.value if scale.dynamic else None, scale.good_steps,
-            scale.skipped_steps, self._schedule.export(self.lr_scheduler),
-            groups)
-
-    def _kind(self) -> str:
-        """The class whose states these are."""
-        family = self._object and self._object.groups()[0].family
-        return optimizers.RULES[self.semantics][family].__name__ \
-            if family else type(self.optimizer).__name__
+            scale.skipped_steps, self._schedule.export(own.schedule),
+            own.export())
 
     def import_states(self, states: TrainerStates) -> None:
         """Put `export_states` of this or of another trainer back, on all
         devices; raises as `load_states` does."""
-        self._load(states, "the states")
+        self.fit_states(states, "the states")()
 
     def state_dict(self) -> dict[str, Any]:
         """`export_states` as a dict of numbers, text and native arrays on the
         CPU, all copies. ``torch.save`` writes it, and ``torch.load`` reads it
         with ``weights_only=True``, on that engine. It is no state_dict of a
         `torch.optim` object."""
-        header, arrays = trainer_states.pack(self.export_states())
-        backend, home = self.replicas.backend, as_device("cpu")
-        return {"format": trainer_states.FORMAT, **header, "slots": {
-            name: backend.put(x, home) for name, x in arrays.items()}}
+        return trainer_states.to_dict(self.export_states(),
+                                      self.replicas.backend)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put `state_dict` of this or of another trainer back, on all
         devices; raises as `load_states` does."""
-        if not isinstance(state_dict, Mapping):
-            raise TypeError("state_dict must be a dict; received "
-                            f"{type(state_dict).__name__}. Pass what "
-                            "Trainer.state_dict() gave.")
-        found, backend = dict(state_dict), self.replicas.backend
-        try:
-            if found.pop("format") not in trainer_states.FORMATS:
-                raise ValueError("another format")
-            states = trainer_states.unpack(found, {
-                name: backend.to_numpy(x) for name, x in
-                found.pop("slots").items()})
-        except Exception as error:
-            raise ValueError(
-                "expected what Trainer.state_dict() gave; received a dict "
-                f"with {sorted(map(str, state_dict))[:6]}. A state of a "
-                "torch.optim object cannot be loaded: save that of the "
-                "Trainer.") from error
-        self._load(states, "the state_dict")
-
-    def _load(self, saved: TrainerStates, source: str) -> None:
-        self.fit_states(saved, source)()
+        self.fit_states(trainer_states.from_dict(
+            state_dict, self.replicas.backend), "the state_dict")()
 
     def fit_states(self, saved: TrainerStates, source: str
                    ) -> Callable[[], None]:
         """A function that does what `import_states` of `saved` would do now,
         and refuses nothing; raises as that does."""
-        replicas, own = self.replicas, self._object
+        replicas = self.replicas
         replicas.check_complete()
         # Frozen ones too: they may have been trained before.
-        arrays = {p.name: p.data() for p in replicas.params()}
-        if own is not None:
-            put = own.fit(saved.groups, saved.learning_rate)
-            known = own.groups()[0].family is not None
-            trainer_states.check(saved, source, self._kind(),
-                                 arrays if known else {})
-            if saved.groups is None and known:
-                trainer_states.fit(saved, source, replicas.backend,
-                                   self.rule(), arrays)
-            return partial(self._take, saved, partial(self._put_object, own, (
-                saved.slots, saved.counts), arrays, put))
-        if len(saved.groups or ()) > 1:
-            raise ValueError(
-                "states are loaded into as many groups of parameters as they "
-                f"are of; {source} has those of {len(saved.groups or ())} "
-                "groups of an optimiser object. Give the Trainer such an "
-                "object.")
-        return partial(self._take, saved, partial(
-            self._put_rule, saved.learning_rate, trainer_states.fit(
-                saved, source, replicas.backend, self.optimizer, arrays)))
-
-    def _put_object(self, own: OptimizerObject, memory: Memory,
-                    arrays: Mapping[str, Any], put: Callable[[], None]
-                    ) -> None:
-        own.load(memory, arrays)
-        put()
-
-    def _put_rule(self, learning_rate: float, states: DeviceState) -> None:
-        self._states = states
-        self.optimizer.learning_rate = learning_rate
+        return partial(self._take, saved, trainer_states.fit(
+            saved, source, replicas.backend, self.updates,
+            {p.name: p.data() for p in replicas.params()}))
 
     def _take(self, saved: TrainerStates, put: Callable[[], None]) -> None:
         scale = self._loss_scale
@@ -1243,6 +799,45 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         if scale.dynamic and saved.loss_scale is not None:
             scale.value = saved.loss_scale
             scale.good_steps = saved.good_steps
+
+
+def _failed(error: Exception, trainer: Trainer) -> DeviceError:
+    """What was queued on a device has failed in the passes of a step."""
+    text = (str(error).strip().splitlines() or [""])[-1]
+    replicas, step = trainer.replicas, trainer.num_update + 1
+    place = f" of {replicas.span.world!r}" if replicas.span.wide else ""
+    found = DeviceError(
+        f"the passes on {replicas.devices}{place}, in step {step}, failed: "
+        f"{type(error).__name__}: {text[:300]}. No parameter has changed, and "
+        "this batch's gradients are void. Correct the operation; "
+        f"{replicas.backend.finds_failed} shows the line that queued it.",
+        replicas.devices[0], step)
+    found.__cause__ = error
+    return found
+
+
+def _not_finite(work: Mapping[Parameter, Any], trainer: Trainer
+                ) -> NonFiniteGradient:
+    world = trainer.replicas.span.world
+    name = next(p.name for p in work if not all_finite(
+        trainer.replicas.backend, [p.grad()]))
+    return NonFiniteGradient(
+        "summed gradients are finite (nonfinite='raise'); received NaN or "
+        f"infinity in that of {name!r}, in step {trainer.num_update + 1}"
+        + (f", as every rank does: {world!r}" if world.size > 1 else "")
+        + ". No parameter has changed. Lower the learning rate, look for bad "
+        "data, or pass nonfinite='skip'.")
+
+
+def _stale(p: Parameter, reached: bool) -> StaleGradientError:
+    """No example of the batch reached `p`; `reached`: but others."""
+    return StaleGradientError(
+        f"parameter {p.name!r} has no new gradient since the last step: "
+        + ("the last backward pass did not reach it" if reached
+           else "no backward pass reached it")
+        + ". Run the forward pass inside record() and give the losses of all "
+        "devices to one mgpu.backward; freeze the parameter (grad_req='null', "
+        "requires_grad=False); or pass ignore_stale_grad=True to skip it.")
 
 
 def check_pair(replicas: Any, trainer: Any) -> None:
@@ -1264,50 +859,22 @@ def check_pair(replicas: Any, trainer: Any) -> None:
             "Trainer after each initialize.")
 
 
-def _check_number(what: str, value: Any, limits: str = "",
-                  fits: Callable[[float], bool] = lambda value: True) -> None:
-    """Refuse what is not a finite number that `fits`; `limits` says which
-    do."""
-    rule = f"{what} must be a finite number{limits}"
-    if not is_number(value):
-        raise TypeError(f"{rule}; received {value!r} of type "
-                        f"{type(value).__name__}.")
-    if not (abs(value) < float("inf") and fits(value)):
-        raise ValueError(f"{rule}; received {value!r}.")
-
-
-def _bits(numbers: Collection[int]) -> str:
-    return f"{sum(1 << j for j in numbers):x}"
-
-
-def _numbers(bits: str) -> set[int]:
-    mask = int(bits, 16)
-    return {j for j in range(mask.bit_length()) if mask >> j & 1}
-
-
-def _own_name(name: Any, names: Collection[str], free: Collection[str]
-              ) -> Any:
-    """The parameter of `free` that torch calls `name`: the weight and bias
-    of a norm are gamma and beta here."""
-    for other, own in (("weight", "gamma"), ("bias", "beta")):
-        if isinstance(name, str) and name.endswith(other) \
-                and name not in names \
-                and name.removesuffix(other) + own in free:
-            return name.removesuffix(other) + own
-    return name
-
-
-def check_batch_size(batch_size: Any) -> float:
-    """What sums over rows are divided by: rows, or tokens, or a sum of
-    weights. ValueError for what is no finite number above 0."""
-    if is_integer(batch_size, 1):
-        return operator.index(batch_size)
-    x = batch_size.item() if getattr(batch_size, "shape", None) == () \
-        else batch_size
-    if is_number(x) and not isinstance(x, np.bool_) \
-            and 0 < x < math.inf:
-        return float(x)
-    raise ValueError(f"batch_size must be a finite number above 0; received "
-                     f"{batch_size!r}. Pass the rows of the whole batch, "
-                     "over all devices, or what else the loss is divided by: "
-                     "its tokens, or the sum of its weights.")
+def _multipliers(what: str, factors: Any, names: Collection[str]
+                 ) -> dict[str, float]:
+    """`factors` by the names of parameters here: torch calls the gamma and
+    beta of a norm weight and bias."""
+    given, found = by_name(what, factors), {}
+    for name, factor in given.items():
+        for other, own in (("weight", "gamma"), ("bias", "beta")):
+            alias = str(name).removesuffix(other) + own
+            if str(name).endswith(other) and name not in names \
+                    and alias in names and alias not in given:
+                name = alias
+        found[name] = factor
+    unknown = sorted(found.keys() - names)
+    if unknown:
+        raise ValueError(f"{what} names parameters of the network; received "
+                         f"{unknown}. It has {sorted(names)}.")
+    for name, factor in found.items():
+        finite(f"{what} of {name!r}", factor)
+    return found

@@ -1,6 +1,4 @@
 """What a `Trainer` remembers between steps, and its file."""
-import operator
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,17 +6,14 @@ import numpy as np
 
 from mgpu import files, schedule_state
 from mgpu.arguments import is_integer, is_number
-from mgpu.backends.base import Array, Backend
-from mgpu.loss_scale import LossScale, check_loss_scale
-from mgpu.optimizers.base import NEVER_NEGATIVE, Optimizer
+from mgpu.backends.base import Array, Backend, OptimizerObject
+from mgpu.device import as_device
+from mgpu.optimizers.base import RULES, Optimizer
+from mgpu.rule_updates import rule_of
 
 FORMAT = "mgpu trainer states 2"
 #: those that can be read
 FORMATS = (FORMAT, "mgpu trainer states 1")
-
-#: by the name of a parameter, its slots
-DeviceState = dict[str, dict[str, Any]]
-
 
 class TrainerStates(NamedTuple):
     """The states of a trainer as NumPy copies, whatever the engine and the
@@ -37,18 +32,11 @@ class TrainerStates(NamedTuple):
     groups: list[dict[str, Any]] | None = None
 
 
-def export_slots(backend: Backend, state: Mapping[str, Mapping[str, Any]]
-                 ) -> dict[tuple[str, str], np.ndarray]:
-    """NumPy copies of one device's state; waits for pending updates."""
-    return {(name, slot): backend.to_numpy(value)
-            if backend.is_native(value) else np.array(value)
-            for name, slots in state.items()
-            for slot, value in slots.items()}
-
-
 def fit(saved: TrainerStates, source: str, backend: Backend,
-        optimizer: Optimizer, arrays: Mapping[str, Array]) -> DeviceState:
-    """The states of `saved` as native arrays.
+        own: OptimizerObject, arrays: Mapping[str, Array]
+        ) -> Callable[[], None]:
+    """A function that puts the states of `saved` into `own`, and raises
+    nothing.
 
     Parameters
     ----------
@@ -60,81 +48,67 @@ def fit(saved: TrainerStates, source: str, backend: Backend,
     Raises
     ------
     ValueError
-        The states of another optimiser, states that do not fit `arrays`, or
-        numbers that no training reaches (a rate of NaN, a count below 0, a
-        variance below 0): all of them are listed.
+        The states of another optimiser, states that do not fit `arrays` (all
+        of them are listed), or numbers that no training reaches, such as a
+        rate of NaN or a count below 0. Nothing has changed.
     """
-    wrong = _impossible(saved, type(optimizer).__name__)
-    known = {*saved.counts, *(name for name, _ in saved.slots)}
-    wrong += [f"unknown parameter {name}"
-              for name in sorted(known - set(arrays))]
-    left = dict(saved.slots)
-    states: DeviceState = {}
-    with backend.scope(recording=False):
-        for name in saved.counts if not wrong else ():
-            states[name] = slots = optimizer.create_state(arrays[name],
-                                                          backend.ops)
-            for slot, value in slots.items():
-                found = saved.slots.get((name, slot))
-                left.pop((name, slot), None)
-                shape = tuple(getattr(value, "shape", ()))
-                if found is None:
-                    wrong.append(f"no {slot} of {name}")
-                elif found.shape != shape or found.dtype.kind != "f":
-                    wrong.append(f"{slot} of {name} with shape "
-                                 f"{found.shape} instead of {shape}, "
-                                 f"dtype {found.dtype}")
-                elif optimizer.built_in and slot in NEVER_NEGATIVE \
-                        and (found < 0).any():
-                    wrong.append(f"{slot} of {name} below 0")
-                elif backend.is_native(value):
-                    value[...] = backend.put(found, value)
-                else:
-                    slots[slot] = found.item()
-    _refuse(source, wrong or [f"unused {slot} of {name}"
-                              for name, slot in left])
-    return states
-
-
-def check(saved: TrainerStates, source: str, own: str,
-          arrays: Mapping[str, Array]) -> None:
-    """Raise ValueError as `fit` does, for states of an optimizer object of
-    the class `own`, whose memory of `arrays` has their shapes."""
-    wrong = _impossible(saved, own)
-    for (name, slot), value in saved.slots.items():
-        shape = tuple(arrays[name].shape) if name in arrays else value.shape
-        if value.shape not in ((), shape, (*shape[:1], 1)):
-            wrong.append(f"{slot} of {name} with shape {value.shape} "
-                         f"instead of {shape}")
-    _refuse(source, wrong)
-
-
-def _refuse(source: str, wrong: Sequence[str]) -> None:
+    put = own.fit(saved.groups, saved.learning_rate)
+    known, kind = own.groups()[0].family is not None, kind_of(own)
+    numbers = (saved.num_update, saved.good_steps, saved.skipped_steps,
+               *saved.counts.values())
+    wrong = []
+    if not all(is_integer(n, 0) and n < 2 ** 53 for n in numbers) \
+            or not all(is_number(x) and 0 <= x < float("inf")
+                       for x in (saved.learning_rate, saved.loss_scale or 1)):
+        wrong = [f"numbers that no training reaches: {numbers[:3]}, rate "
+                 f"{saved.learning_rate}, loss scale {saved.loss_scale}"]
+    elif saved.optimizer != kind:
+        wrong = [f"the state of {saved.optimizer} instead of {kind}"]
+    elif isinstance(own.object, Optimizer) or known and saved.groups is None:
+        wrong = _misfits(saved, backend, rule_of(own), arrays)
+    elif known:
+        for (name, slot), x in saved.slots.items():
+            shape = tuple(arrays[name].shape) if name in arrays else x.shape
+            if x.shape not in ((), shape, (*shape[:1], 1)):
+                wrong.append(f"{slot} of {name} with shape {x.shape} instead "
+                             f"of {shape}")
     if wrong:
         raise ValueError(
             f"{source} must hold the states of this trainer; "
             f"received {'; '.join(dict.fromkeys(wrong))}. Load it into a "
             "trainer with the same optimiser and network.")
 
+    def load() -> None:
+        own.load((saved.slots, saved.counts), arrays)
+        put()
+    return load
 
-def _impossible(saved: TrainerStates, own: str) -> list[str]:
-    """The numbers of `saved` that no training reaches, and another class
-    than `own`."""
-    counts = {"num_update": saved.num_update,
-              "skipped_steps": saved.skipped_steps,
-              **{f"the count of {name}": t
-                 for name, t in saved.counts.items()}}
-    wrong = [f"{what} {t!r}" for what, t in counts.items()
-             if not is_integer(t, 0) or t >= 2 ** 53]
-    if not is_integer(saved.good_steps, 0) \
-            or saved.good_steps >= LossScale.GROWTH_INTERVAL:
-        wrong.append(f"good_steps {saved.good_steps!r}")
-    if not is_number(saved.learning_rate) \
-            or not 0 <= saved.learning_rate < float("inf"):
-        wrong.append(f"learning_rate {saved.learning_rate!r}")
-    if saved.optimizer != own:
-        wrong.append(f"the state of {saved.optimizer} instead of {own}")
-    return wrong
+
+def kind_of(own: OptimizerObject) -> str:
+    """The class whose states these are: of mgpu, where it has the formula."""
+    family = own.groups()[0].family
+    return RULES[own.semantics][family].__name__ if family \
+        else type(own.object).__name__
+
+
+def _misfits(saved: TrainerStates, backend: Backend, rule: Optimizer,
+             arrays: Mapping[str, Array]) -> list[str]:
+    """What `rule` does not remember in this form."""
+    wrong = [f"unknown parameter {name}" for name in sorted(
+        {*saved.counts, *(name for name, _ in saved.slots)} - arrays.keys())]
+    left = dict(saved.slots)
+    for name in saved.counts if not wrong else ():
+        with backend.scope(recording=False):
+            state = rule.create_state(arrays[name], backend.ops)
+        for slot, value in state.items():
+            found = left.pop((name, slot), None)
+            shape = tuple(getattr(value, "shape", ()))
+            if found is None:
+                wrong.append(f"no {slot} of {name}")
+            elif found.shape != shape or found.dtype.kind != "f":
+                wrong.append(f"{slot} of {name} with shape {found.shape} "
+                             f"instead of {shape}, dtype {found.dtype}")
+    return wrong or [f"unused {slot} of {name}" for name, slot in left]
 
 
 def pack(states: TrainerStates
@@ -148,26 +122,40 @@ def pack(states: TrainerStates
 def unpack(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
            ) -> TrainerStates:
     """What `pack` packed. An Exception for what it cannot have packed."""
-    slots = {}
-    for key, array in arrays.items():
-        name, _, slot = key.rpartition("|")
-        slots[name, slot] = array
-    loss_scale = header.get("loss_scale")   # older files have none
-    if loss_scale is not None:
-        check_loss_scale(loss_scale)
-    schedule = header.get("schedule")
-    schedule_state.check(schedule)
-    groups = header.get("groups")
-    for group in groups or ():
-        if not (isinstance(group["options"], dict)
-                and all(isinstance(name, str) for name in group["names"])):
-            raise ValueError(f"{group!r} is no group")
-    return TrainerStates(
-        str(header["optimizer"]), operator.index(header["num_update"]),
-        float(header["learning_rate"]),
-        {name: operator.index(t) for name, t in header["counts"].items()},
-        slots, loss_scale, operator.index(header.get("good_steps", 0)),
-        operator.index(header.get("skipped_steps", 0)), schedule, groups)
+    schedule_state.check(header.get("schedule"))
+    # Older files lack those that have a default.
+    known = {name: header[name] for name in TrainerStates._fields
+             if name in header}
+    return TrainerStates(**known, slots={
+        (name, slot): x for key, x in arrays.items()
+        for name, _, slot in [key.rpartition("|")]})
+
+
+def to_dict(states: TrainerStates, backend: Backend) -> dict[str, Any]:
+    """What `from_dict` takes: numbers, text and native arrays on the CPU."""
+    header, arrays = pack(states)
+    home = as_device("cpu")
+    return {"format": FORMAT, **header, "slots": {
+        name: backend.put(x, home) for name, x in arrays.items()}}
+
+
+def from_dict(state_dict: Any, backend: Backend) -> TrainerStates:
+    """The states of `to_dict`. TypeError or ValueError for all else."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError("state_dict must be a dict; received "
+                        f"{type(state_dict).__name__}. Pass what "
+                        "Trainer.state_dict() gave.")
+    found = dict(state_dict)
+    try:
+        if found.pop("format") not in FORMATS:
+            raise ValueError("another format")
+        return unpack(found, {name: backend.to_numpy(x) for name, x
+                              in found.pop("slots").items()})
+    except Exception as error:
+        raise ValueError(
+            "expected what Trainer.state_dict() gave; received a dict with "
+            f"{sorted(map(str, state_dict))[:6]}. A state of a torch.optim "
+            "object cannot be loaded: save that of the Trainer.") from error
 
 
 def write(states: TrainerStates, file: files.FilePath) -> None:
@@ -179,17 +167,9 @@ def write(states: TrainerStates, file: files.FilePath) -> None:
 def read(file: files.FilePath) -> TrainerStates:
     """What `write` wrote. ValueError for any other contents, OSError for a
     file that cannot be opened."""
-    with files.opened(file) as stream:
-        # A pickle. A file of ours may begin with the same byte, of a length;
-        # its ninth byte begins a header.
-        head = stream.read(9)
-        if head[:1] == b"\x80" and head[8:] != b"{":
-            raise ValueError(
-                "expected a file of Trainer.save_states of mgpu; received "
-                f"{os.fspath(file)!r}, which looks like one of Gluon's. Pass "
-                "it to mgpu.resume_from_gluon, with the network's files.")
-    return files.read_arrays(file, FORMATS, "a file of Trainer.save_states",
-                             unpack)
+    return files.read_arrays(
+        file, FORMATS, "a file of Trainer.save_states (one of Gluon's goes to "
+        "mgpu.resume_from_gluon)", unpack)
 
 
 def by_layer(names: Sequence[str]) -> Callable[[str], Any]:

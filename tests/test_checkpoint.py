@@ -475,11 +475,6 @@ def of_states(**numbers):
     return lambda header, arrays: header["states"].update(numbers)
 
 
-def to_slot(slot, value):
-    return lambda header, arrays: arrays[f"slot:0.weight|{slot}"].__setitem__(
-        (0, 0), value)
-
-
 HOSTILE = {
     "rate": of_states(learning_rate=float("nan")),
     "negative rate": of_states(learning_rate=-1.0),
@@ -488,7 +483,6 @@ HOSTILE = {
     "huge count": of_states(counts={"0.weight": 10 ** 400}),
     "skipped": of_states(skipped_steps=-1),
     "scale": of_states(loss_scale=-1.0),
-    "variance": to_slot("variance", -1e-9),
     "slot of flags": lambda header, arrays: arrays.update(
         {"slot:0.weight|mean": np.full((5, 6), True)}),
 }

@@ -141,7 +141,7 @@ def test_a_schedule_of_ones_own():
 def test_the_base_class_has_no_schedule():
     base = LRScheduler(base_lr=1.0, warmup_steps=2)
     assert base(1) == 0.5
-    with pytest.raises(NotImplementedError, match="FactorScheduler"):
+    with pytest.raises(NotImplementedError, match="after_warmup"):
         base(2)
 
 

@@ -474,8 +474,20 @@ class OptimizerGroup(NamedTuple):
 Memory = tuple[dict[tuple[str, str], np.ndarray], dict[str, int]]
 
 
+class Step(NamedTuple):
+    """One step of an optimizer. Its mappings have `Spec.name` as keys."""
+
+    arrays: Mapping[str, Array]     # what is updated, by its own gradients
+    #: what the rate and the weight decay are multiplied by
+    factors: Mapping[str, tuple[float, float]]
+    counts: Mapping[str, int]       # updates of each, this one included
+    number: int                     # of this step, from 1
+    scale: float                    # what gradients are multiplied by
+    loss_scale: float               # and divided by
+
+
 class OptimizerObject(ABC):
-    """An optimizer of a framework, which a `Trainer` steps.
+    """An optimizer of a framework, or of mgpu, which a `Trainer` steps.
 
     Its options, its memory and its schedule are its own. Programs and
     schedules may change them at any time."""
@@ -486,6 +498,8 @@ class OptimizerObject(ABC):
     scale: float = 1.0
     #: whether `schedule` may be set
     takes_schedule: bool = True
+    #: all parameters of the network, in Gluon's order
+    order: Sequence[str] = ()
 
     def __init__(self, x: Any) -> None:
         self.object = x
@@ -516,24 +530,13 @@ class OptimizerObject(ABC):
         return []
 
     @abstractmethod
-    def step(self, arrays: Mapping[str, Array],
-             factors: Callable[[str], tuple[float, float]], scale: float,
-             loss_scale: float) -> None:
-        """Update `arrays`, by the gradients that they have, times `scale`
-        and divided by `loss_scale`. Gradients stay as they are; those of
-        `others` are cleared.
+    def step(self, step: Step) -> None:
+        """Update the arrays of `step`. Gradients stay as they are; those of
+        `others` are cleared."""
 
-        Parameters
-        ----------
-        arrays : mapping of str -> native array
-            By `Spec.name`, in Gluon's order.
-        factors : callable
-            By name, what the rate and the weight decay are multiplied by.
-        """
-
-    def count(self, before: int) -> int:
-        """The number of updates behind a step."""
-        return before + 1
+    def count(self, number: int) -> int:
+        """The number of updates behind step `number`."""
+        return number
 
     @abstractmethod
     def groups(self) -> list[OptimizerGroup]:
@@ -582,10 +585,6 @@ class Given:
     def optimizer(self, x: Any, network: "Network"
                   ) -> OptimizerObject | None:
         """An optimiser, for a trainer of `network`."""
-        return None
-
-    def schedule(self, x: Any) -> Callable[[int], float] | None:
-        """A schedule of learning rates."""
         return None
 
     def initializer(self, x: Any) -> GivenInitializer | list[

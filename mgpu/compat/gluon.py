@@ -16,7 +16,6 @@ from mgpu.files import FilePath
 
 if TYPE_CHECKING:
     from mgpu.replicas import Replicas  # noqa: F401
-    from mgpu.trainer import Trainer    # noqa: F401
 
 #: stores of one process, which give the same sums
 _STORES = ("device", "local", "local_update_cpu", "local_allreduce_cpu",
@@ -290,16 +289,33 @@ def _of(names: Any) -> "Replicas":
     return replicas
 
 
-def global_norm(backend: Backend, arrays: Sequence[Any]) -> float:
-    """The norm of all elements; waits for them. Inside a scope that does not
-    record."""
-    squares = []
-    for g in arrays:
-        if not re.search("float(32|64)", str(g.dtype)):
-            # A sum of squares in float16 ends at a norm of 256.
-            g = backend.ops.astype(g, "float32")
-        squares.append(backend.ops.sum(g * g))
-    return math.sqrt(sum(float(backend.to_numpy(s).sum()) for s in squares))
+def clip(backend: Backend, arrays: Sequence[Any], max_norm: float,
+         divisor: float = 1.0, eps: float = 1e-8, nonfinite: str = "raise"
+         ) -> float:
+    """Scale arrays in place so that their joint norm, divided by `divisor`,
+    is `max_norm` at most. Returns the norm before, for which it waits. One
+    that is not finite raises FloatingPointError, or leaves the arrays as they
+    are (`nonfinite` "skip"), or is used ("ignore")."""
+    with backend.scope(recording=False):
+        squares = []
+        for g in arrays:
+            if not re.search("float(32|64)", str(g.dtype)):
+                # A sum of squares in float16 ends at a norm of 256.
+                g = backend.ops.astype(g, "float32")
+            squares.append(backend.ops.sum(g * g))
+        norm = math.sqrt(sum(float(backend.to_numpy(s).sum())
+                             for s in squares)) / divisor
+        if not math.isfinite(norm) and nonfinite != "ignore":
+            if nonfinite == "skip":
+                return norm
+            raise FloatingPointError(
+                f"the gradients have norm {norm}; they were not clipped. "
+                "Lower the learning rate, or find the step that made them.")
+        scale = max_norm / (norm + eps)
+        if not scale >= 1:
+            for g in arrays:
+                g *= scale
+    return norm
 
 
 def clip_global_norm(arrays: Sequence[Any], max_norm: float,
@@ -355,61 +371,38 @@ def clip_global_norm(arrays: Sequence[Any], max_norm: float,
     if not is_number(max_norm) or not 0 < max_norm < math.inf:
         raise ValueError("max_norm must be a finite number above 0; received "
                          f"{max_norm!r}.")
-    with backend.scope(recording=False):
-        norm = global_norm(backend, arrays)
-        if check_isfinite and not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the arrays have norm {norm}; they were not clipped. Lower "
-                "the learning rate, or find the step that made them.")
-        scale = max_norm / (norm + 1e-8)
-        if not scale >= 1:
-            for x in arrays:
-                x *= scale
-        if check_isfinite:
-            return norm
-        wide = "float64" in str(arrays[0].dtype)
-        return backend.put(np.array([norm]), arrays[0],
-                           dtype="float64" if wide else "float32")
+    norm = clip(backend, arrays, max_norm,
+                nonfinite="raise" if check_isfinite else "ignore")
+    if check_isfinite:
+        return norm
+    wide = "float64" in str(arrays[0].dtype)
+    return backend.put(np.array([norm]), arrays[0],
+                       dtype="float64" if wide else "float32")
 
 
-class GluonTrainerNames:
-    """What a Gluon Trainer takes and has, on `mgpu.Trainer`."""
-
-
-def check_store(kvstore: Any, update_on_kvstore: Any,
-                compression_params: Any, semantics: Any) -> None:
+def check_store(kvstore: Any, compression_params: Any, semantics: Any
+                ) -> None:
     """Refuse what would change numbers, or what mgpu does by another word."""
-    if semantics in (*_STORES, "nccl") \
-            or str(semantics).startswith("dist"):
+    if str(semantics).startswith((*_STORES, "nccl", "dist")):
         raise ValueError(
             "the fourth argument of mgpu.Trainer is semantics, not Gluon's "
             f"kvstore; received {semantics!r}. Write kvstore={semantics!r}, "
             "or leave it out.")
-    name = kvstore if kvstore is None or isinstance(kvstore, str) \
-        else getattr(kvstore, "type", kvstore)
-    if isinstance(name, str) and name.startswith("dist"):
+    if getattr(kvstore, "type", kvstore) not in (None, *_STORES):
         raise ValueError(
-            "several processes start together and join by "
-            f"mgpu.distributed; received kvstore={name!r}. Call "
-            "mgpu.distributed.init(), start with mgpu launch (--engine "
-            "kvstore is MXNet's own server), and leave kvstore out.")
-    if name == "nccl":
-        raise ValueError("the cards' own collective is allreduce='native'; "
-                         "received kvstore='nccl'. Use that, or 'auto'.")
-    if name is not None and name not in _STORES:
-        raise ValueError(f"unknown kvstore; received {kvstore!r}. Leave it "
-                         "out: a Trainer sums as allreduce= says.")
-    if update_on_kvstore not in (None, True, False):
-        raise TypeError("update_on_kvstore must be True, False or None, and "
-                        f"changes nothing; received {update_on_kvstore!r}.")
+            f"unknown kvstore; received {kvstore!r}. Leave it out: a Trainer "
+            "sums as allreduce= says (the cards' own collective is allreduce="
+            "'native'), and over the processes that mgpu.distributed.init() "
+            "joins and mgpu launch starts (--engine kvstore is MXNet's "
+            "server).")
     if compression_params is not None:
         raise ValueError(
             "gradients are summed as they are; received compression_params="
             f"{compression_params!r}, which rounds them. Leave it out.")
 
 
-def without_no_rule(family: Any, options: Mapping[str, Any],
-                    dtypes: Mapping[str, str]) -> tuple[float, dict[str, Any]]:
+def rule_options(family: Any, options: Mapping[str, Any],
+                 dtypes: Mapping[str, str]) -> tuple[float, dict[str, Any]]:
     """Gluon's rescale_grad (1 by default), and the options of the rule."""
     rest = dict(options)
     scale = rest.pop("rescale_grad", 1.0)

@@ -1,13 +1,12 @@
 """Names of PyTorch on `Replicas` and `Trainer`."""
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from mgpu.backends.base import BUFFERS
 
 if TYPE_CHECKING:
     from mgpu.backends import base
-    from mgpu.replicas import Replicas  # noqa: F401
-    from mgpu.trainer import Trainer    # noqa: F401
+    from mgpu.trainer import Trainer
 
 _DTYPE = "mgpu.initialize(net, devices, dtype=...)"
 #: names of a Module that `Replicas` does not have, and what to use
@@ -165,25 +164,14 @@ class TorchNames:
         return self.train(False)
 
 
-class TorchTrainerNames:
-    """Methods of a torch Optimizer that `mgpu.Trainer` has too."""
-
-    if TYPE_CHECKING:
-        replicas: Replicas
-        trains: Callable[[Any], bool]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """`Replicas.zero_grad`: every gradient is zero, and
-        what has been cleared is not applied. Only ``grad_req="add"`` needs
-        it. `set_to_none` is torch's, and changes nothing: gradients stay
-        arrays. ValueError where another trainer's gradients grow: torch's
-        clears those of its own parameters."""
-        kept = [p.name for p in self.replicas.params()
-                if p.grad_req == "add" and not self.trains(p)]
-        if kept:
-            raise ValueError(
-                "zero_grad is of all gradients of the network; received "
-                f"grad_req='add' of {kept[0]!r}, which this trainer does not "
-                "move. Call Replicas.zero_grad(), or p.zero_grad() of each "
-                "parameter.")
-        self.replicas.zero_grad()
+def zero_grad(trainer: "Trainer") -> None:
+    """`Replicas.zero_grad`, unless other trainers add gradients up."""
+    kept = [p.name for p in trainer.replicas.params()
+            if p.grad_req == "add" and not trainer.trains(p)]
+    if kept:
+        raise ValueError(
+            "zero_grad is of all gradients of the network; received "
+            f"grad_req='add' of {kept[0]!r}, which this trainer does not "
+            "move. Call Replicas.zero_grad(), or p.zero_grad() of each "
+            "parameter.")
+    trainer.replicas.zero_grad()

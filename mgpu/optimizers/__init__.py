@@ -23,6 +23,7 @@ their scalars as float32: Gluon trains a float64 network with a rate of
 from dataclasses import fields
 from typing import Any
 
+from mgpu.arguments import one_of
 from mgpu.optimizers.base import RULES, Optimizer, State
 from mgpu.optimizers.gluon_rules import (DCASGD, FTML, LAMB, LARS, NAG, SGD,
                                          SGLD, AdaDelta, AdaGrad, Adam,
@@ -69,33 +70,25 @@ def create(name: str, semantics: str = "gluon", **options: Any) -> Optimizer:
     TypeError
         A value of another type: not a number, or not a bool for a switch.
     """
-    if semantics not in RULES:
-        raise ValueError("unknown semantics; received "
-                         f"{semantics!r}. Use 'gluon' or 'torch'.")
-    rules, key = RULES[semantics], str(name).lower()
+    rules = RULES[one_of("semantics", semantics, RULES)]
+    key = str(name).lower()
+    if key == "lbsgd":
+        raise ValueError(
+            "a rule moves the weights in each step; received 'lbsgd', which "
+            "counts batches itself: it adds up some of them, and warms up by "
+            "their number. Use 'lars', with a warm-up in lr_scheduler, and "
+            "mgpu.train(accumulate=).")
     if key not in rules:
-        if key in RULES["gluon"]:
-            raise ValueError(f"torch has no optimiser {key!r}; received it "
-                             "with semantics='torch'. Use semantics='gluon', "
-                             f"or one of {', '.join(rules)}.")
-        if key == "lbsgd":
-            raise ValueError(
-                "a rule moves the weights in each step; received 'lbsgd', "
-                "which counts batches itself: it adds up some of them, and "
-                "warms up by their number. Use 'lars', with a warm-up in "
-                "lr_scheduler, and mgpu.train(accumulate=).")
-        raise ValueError(f"unknown optimiser; received {name!r}. Use one of "
-                         f"{', '.join(rules)}.")
-    known = [field.name for field in fields(rules[key])]
-    values = dict(options)
-    if semantics == "torch":
-        for short, field in _TORCH_NAMES.items():
-            if short in values:
-                if field in values:
-                    raise ValueError(f"{short} and {field} are one option; "
-                                     f"received both. Give {short} only.")
-                values[field] = values.pop(short)
-        known = list(_TORCH_NAMES) + known
+        raise ValueError(
+            f"unknown optimiser; received {name!r}. Use one of "
+            f"{', '.join(rules)}" + ", or semantics='gluon'." * (
+                key in RULES["gluon"]))
+    short = _TORCH_NAMES if semantics == "torch" else {}
+    values = {short.get(option, option): x for option, x in options.items()}
+    if len(values) < len(options):
+        raise ValueError("lr and learning_rate are one option, and so are "
+                         "weight_decay and wd; received both. Give one.")
+    known = [*short, *(field.name for field in fields(rules[key]))]
     unknown = [option for option in values if option not in known]
     if unknown:
         raise ValueError(

@@ -1,12 +1,11 @@
 """What every optimiser has in common: its options and its interface."""
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from mgpu.arguments import Hints, is_number
+from mgpu.arguments import Hints, finite
 from mgpu.backends.base import Array, Ops
 
 if TYPE_CHECKING:
@@ -19,59 +18,37 @@ else:
 #: arrays and Python floats by name
 State = dict[str, Any]
 
-#: slots of the rules of this package that no update makes negative: sums of
-#: squares, largest sizes, products of momenta
-NEVER_NEGATIVE = frozenset(("variance", "max_variance", "delta_variance",
-                            "norm", "history", "row_history", "n",
-                            "schedule"))
-
 
 # -- options ----------------------------------------------------------------
 
-# rules of an option: in words, and as a function
-_AT_LEAST_0 = "a finite number, 0 or more", lambda x: 0 <= x < math.inf
-_BELOW_1 = "a number from 0 to below 1", lambda x: 0 <= x < 1
-_UP_TO_1 = "a number from 0 to 1", lambda x: 0 <= x <= 1
-_ABOVE_0 = "a finite number above 0", lambda x: 0 < x < math.inf
-#: the rule of an option; for those that are not named here, `_AT_LEAST_0`
-_RULE_OF = {"beta1": _BELOW_1, "beta2": _BELOW_1, "betas": _BELOW_1,
-            "gamma1": _UP_TO_1, "gamma2": _UP_TO_1, "rho": _UP_TO_1,
-            "alpha": _UP_TO_1, "clip_gradient": _ABOVE_0,
-            "clip_weights": _ABOVE_0,
-            "seed": ("a whole number, 0 or more",
-                     lambda x: x >= 0 and x % 1 == 0)}
-_FLAGS = ("centered", "nesterov", "amsgrad", "decoupled_weight_decay",
-          "bias_correction", "momentum_correction")
-_MAY_BE_NONE = ("clip_gradient", "clip_weights", "lower_bound",
-                "upper_bound")
+# ranges of an option: in words, and as a function
+_AT_LEAST_0 = ", 0 or more", lambda x: x >= 0
+_BELOW_1 = " from 0 to below 1", lambda x: 0 <= x < 1
+_UP_TO_1 = " from 0 to 1", lambda x: 0 <= x <= 1
+_ABOVE_0 = " above 0", lambda x: x > 0
+#: the range of an option; for those that are not named here, `_AT_LEAST_0`
+_RANGES = {"beta1": _BELOW_1, "beta2": _BELOW_1, "betas": _BELOW_1,
+           "gamma1": _UP_TO_1, "gamma2": _UP_TO_1, "rho": _UP_TO_1,
+           "alpha": _UP_TO_1, "clip_gradient": _ABOVE_0,
+           "clip_weights": _ABOVE_0, "seed": (
+               ", a whole number, 0 or more", lambda x: x >= 0 and x % 1 == 0)}
 
 
-def _checked(name: str, value: Any) -> Any:
+def _checked(name: str, kind: Any, value: Any) -> Any:
     """The option's value as Python floats or a bool, or an error."""
-    if name in _FLAGS:
+    if kind is bool:
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{name} must be True or False; received "
                             f"{value!r}.")
         return bool(value)
-    if value is None and name in _MAY_BE_NONE:
-        return None
-    if name == "betas":
+    if kind == tuple[float, float]:
         if not isinstance(value, (tuple, list)) or len(value) != 2:
-            raise TypeError(f"betas must be two numbers; received {value!r}. "
+            raise TypeError(f"{name} must be two numbers; received {value!r}. "
                             "Use for example betas=(0.9, 0.999).")
-        return tuple(_number(name, beta) for beta in value)
-    return _number(name, value)
-
-
-def _number(name: str, value: Any) -> float:
-    rule, inside = _RULE_OF.get(name, _AT_LEAST_0)
-    if name in _MAY_BE_NONE:
-        rule += " (None: off)"
-    if not is_number(value):
-        raise TypeError(f"{name} must be {rule}; received {value!r} of type "
-                        f"{type(value).__name__}.")
-    if not inside(float(value)):
-        raise ValueError(f"{name} must be {rule}; received {value!r}.")
+        return tuple(_checked(name, float, one) for one in value)
+    if value is None and kind == float | None:
+        return None
+    finite(name, value, *_RANGES.get(name, _AT_LEAST_0))
     return float(value)
 
 
@@ -134,9 +111,6 @@ class Optimizer(Hints):
         Whether `update` divides by the rate, which is then above 0.
     needs_whole : bool
         Whether `update` needs a weight as a whole, for its norm or its rows.
-    has_begin_step : bool
-        Whether the class overrides `begin_step`. Set when a class is
-        derived; a trainer calls `begin_step` only where it is True.
 
     Raises
     ------
@@ -154,7 +128,6 @@ class Optimizer(Hints):
     arrays: ClassVar[tuple[str, ...]] = ()
     divides_by_rate: ClassVar[bool] = False
     needs_whole: ClassVar[bool] = False
-    has_begin_step: ClassVar[bool] = False
 
     _hints: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("lr", "set_learning_rate"),
@@ -167,14 +140,10 @@ class Optimizer(Hints):
     wd: float = 0.0
     clip_gradient: float | None = None
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls.has_begin_step = cls.begin_step is not Optimizer.begin_step
-
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = _checked(field.name, getattr(self, field.name))
-            setattr(self, field.name, value)
+            setattr(self, field.name, _checked(
+                field.name, field.type, getattr(self, field.name)))
         self.check_rate(self.learning_rate)
 
     def check_rate(self, lr: float) -> None:
@@ -186,13 +155,11 @@ class Optimizer(Hints):
                 "keep a parameter as it is, freeze it.")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if RULES.get(self.semantics, {}).get(self.family) is type(self) \
-                and name not in self.__dataclass_fields__:
+        if self.built_in and name not in self.__dataclass_fields__:
             raise AttributeError(
                 f"{type(self).__name__} has the options "
                 f"{[field.name for field in fields(self)]}; received "
-                f"{name!r}. A learning rate is set by "
-                "Trainer.set_learning_rate.")
+                f"{name!r}. Trainer.set_learning_rate sets a rate.")
         super().__setattr__(name, value)
 
     @property

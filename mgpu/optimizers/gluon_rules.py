@@ -328,7 +328,6 @@ class Ftrl(Optimizer):
     beta: float = 1.0
 
     def update(self, weight, grad, state, *, lr, wd, t, ops):
-        self.check_rate(lr)
         grad = self.clipped(grad, ops)
         z, n = state["z"], state["n"]
         root = ops.sqrt(n)
@@ -484,8 +483,8 @@ class FTML(Optimizer):
     """With ``G = clip(g + wd w)``: ``v <- beta2 v + (1 - beta2) G^2``,
     ``e = (1 - beta1^t) / lr (sqrt(v / (1 - beta2^t)) + epsilon)``,
     ``z <- beta1 z + (1 - beta1) G - (e - beta1 d) w``, then d is e and
-    ``w <- -z / d`` (Zheng and Kwok 2017). ValueError for a rate of 0, by
-    which it divides.
+    ``w <- -z / d`` (Zheng and Kwok 2017). It divides by the rate, which a
+    Trainer checks.
     """
 
     clips_before_decay = False
@@ -497,7 +496,6 @@ class FTML(Optimizer):
     epsilon: float = 1e-8
 
     def update(self, weight, grad, state, *, lr, wd, t, ops):
-        self.check_rate(lr)
         grad = self.decayed(weight, grad, wd, ops)
         d, variance, z = state["d"], state["variance"], state["z"]
         move_average(variance, grad * grad, self.beta2)

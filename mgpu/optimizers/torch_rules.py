@@ -5,18 +5,11 @@ letters of the formulas see `mgpu.optimizers`; ``G = clip(g) + wd w``
 throughout, unless a docstring says otherwise.
 """
 import math
+from typing import ClassVar
 
 from mgpu.backends.base import Array, Ops
 from mgpu.optimizers.base import (Optimizer, State, adadelta_step,
                                   move_average, nadam_update, rule)
-
-
-def _refuse_nesterov(momentum: float, dampening: float) -> None:
-    if not momentum or dampening:
-        raise ValueError(
-            "Nesterov momentum needs a momentum above 0 and no dampening; "
-            f"received momentum={momentum!r}, dampening={dampening!r}. Use "
-            "for example momentum=0.9.")
 
 
 @rule("torch", "sgd")
@@ -31,8 +24,11 @@ class TorchSGD(Optimizer):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.nesterov:
-            _refuse_nesterov(self.momentum, self.dampening)
+        if self.nesterov and (not self.momentum or self.dampening):
+            raise ValueError(
+                "Nesterov momentum needs a momentum above 0 and no dampening; "
+                f"received momentum={self.momentum!r}, dampening="
+                f"{self.dampening!r}. Use for example momentum=0.9.")
 
     def slots(self):
         return ("momentum",) if self.momentum else ()
@@ -48,25 +44,12 @@ class TorchSGD(Optimizer):
 
 
 @rule("torch", "nag")
-class TorchNAG(Optimizer):
+class TorchNAG(TorchSGD):
     """torch's SGD with ``nesterov=True``, where momentum must be given:
     ``b <- momentum b + G;  w <- w - lr (G + momentum b)``."""
 
-    arrays = ("momentum",)
-
-    learning_rate: float = 0.001
-    momentum: float = 0.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        _refuse_nesterov(self.momentum, 0.0)
-
-    def update(self, weight, grad, state, *, lr, wd, t, ops):
-        grad = self.decayed(weight, grad, wd, ops)
-        buffer = state["momentum"]
-        buffer *= self.momentum
-        buffer += grad
-        weight -= (grad + buffer * self.momentum) * lr
+    dampening: ClassVar[float] = 0.0    # type: ignore[misc]
+    nesterov: ClassVar[bool] = True     # type: ignore[misc]
 
 
 @rule("torch", "adam")

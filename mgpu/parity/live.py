@@ -119,7 +119,7 @@ class LiveRun(Run):
             rule, sorted(rule.create_state(params[0].data(), backend.ops)),
             {name: lr for name, (lr, _) in factors.items()},
             {name: wd for name, (_, wd) in factors.items()},
-            sorted(factors, key=trainer.gluon_order()), last_rate)
+            list(trainer.update_order), last_rate)
 
     def options(self) -> dict[str, Any]:
         return {"engine": f"{self.name} {self.backend.version}",

@@ -76,8 +76,8 @@ NO_NUMBERS = {
                      "Replicas.joined", "Replicas.run_one",
                      "Replicas.end_pass", "Replicas.told",
                      "Replicas.kept_sums",
-                     "Replicas.pass_over", "Trainer.gluon_order",
-                     "Trainer.observed"),
+                     "Replicas.pass_over", "Trainer.optimizer",
+                     "Trainer.update_order"),
                     "a piece of `train_batch`, which is covered"),
     **dict.fromkeys((f"Ops.{name}" for name in vars(base.Ops)
                      if name[0] != "_" and name != "astype"),

@@ -1,8 +1,9 @@
 """What objects of MXNet's own are in mgpu's terms."""
 import copy
+import pickle
 import random
 import re
-from collections.abc import Sequence
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,19 +13,8 @@ from mgpu.backends._mxnet.blocks import is_users
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.own_step import FAMILIES, SLOTS
 
-#: by family, the options besides the rate, wd and clip_gradient: MXNet's
-#: attribute and mgpu's name, where that is another
-_OPTIONS: dict[str, dict[str, str]] = {
-    family: {name: name for name in names.split()} for family, names in {
-        "sgd": "momentum", "nag": "momentum", "signum": "momentum wd_lh",
-        "adam": "beta1 beta2 epsilon", "adamax": "beta1 beta2",
-        "nadam": "beta1 beta2 epsilon schedule_decay",
-        "rmsprop": "gamma1 gamma2 epsilon centered clip_weights",
-        "adadelta": "rho epsilon", "ftrl": "lamda1 beta",
-        "lamb": "beta1 beta2 epsilon lower_bound upper_bound bias_correction",
-        "lars": "momentum eta eps momentum_correction",
-        "ftml": "beta1 beta2 epsilon", "dcasgd": "lamda"}.items()}
-_OPTIONS["adagrad"] = _OPTIONS["groupadagrad"] = {"float_stable_eps": "eps"}
+#: MXNet's names of options, and those of `mgpu.optimizers`; others are equal
+_OPTIONS = {"lr": "learning_rate", "float_stable_eps": "eps"}
 #: the classes of `FAMILIES`, whose steps parity knows, and others
 _FAMILIES = {**FAMILIES, **{getattr(mx.optimizer, name): name.lower()
                             for name in ("LAMB", "LARS", "FTML", "DCASGD")},
@@ -74,32 +64,31 @@ class MXNetOptimizer(base.OptimizerObject):
             self.object.set_learning_rate(rate)
 
     def groups(self) -> list[base.OptimizerGroup]:
-        x = self.object
-        own = {"learning_rate": self.learning_rate, "wd": x.wd}
-        if self._family not in _OPTIONS:
-            return [base.OptimizerGroup(None, None, own)]
+        options = {_OPTIONS.get(key, key): x
+                   for key, x in vars(self.object).items()
+                   if isinstance(x, (bool, int, float, NoneType))}
         return [base.OptimizerGroup(None, self._family, {
-            **own, "clip_gradient": x.clip_gradient, **{
-                name: getattr(x, key)
-                for key, name in _OPTIONS[self._family].items()}})]
+            **options, "learning_rate": self.learning_rate})]
 
     # -- a step -------------------------------------------------------------
 
-    def step(self, arrays, factors, scale, loss_scale) -> None:
+    def step(self, step) -> None:
         x, rescale = self.object, self.object.rescale_grad
-        indices = [self._index[name] for name in arrays]
-        gradients = [self._backend.grad(a) for a in arrays.values()]
-        x.param_dict = {self._index[name]: _Factors(*factors(name))
-                        for name in arrays}
-        x.rescale_grad = scale / loss_scale
+        names = [name for name in self.order if name in step.arrays]
+        arrays = [step.arrays[name] for name in names]
+        weights = [*map(self._native, arrays)]
+        x.param_dict = {self._index[name]: _Factors(*step.factors[name])
+                        for name in names}
+        x.rescale_grad = step.scale / step.loss_scale
         try:
-            weights = [*map(self._native, arrays.values())]
-            if indices:
-                self._updater(indices, [*map(self._native, gradients)],
-                              weights)
+            if names:
+                self._updater(
+                    [self._index[name] for name in names],
+                    [self._native(self._backend.grad(a)) for a in arrays],
+                    weights)
         finally:
             x.rescale_grad = rescale
-        for a, w in zip(arrays.values(), weights, strict=True):
+        for a, w in zip(arrays, weights, strict=True):
             if a is not w:
                 a[...] = self._backend.put(w.asnumpy(), a)
 
@@ -109,22 +98,22 @@ class MXNetOptimizer(base.OptimizerObject):
         x = self._backend.to_numpy(x)
         return mx.nd.array(x, mx.cpu(), x.dtype)
 
-    def count(self, before: int) -> int:
+    def count(self, number) -> int:
         return self.object.num_update
 
     # -- states -------------------------------------------------------------
 
-    def _slot(self, number: int) -> str:
-        slots = SLOTS.get(self._family or "")
-        return slots[number] if slots else str(number)
+    def _slots(self, state: Any) -> list[tuple[str, Any]]:
+        """The arrays of a parameter's state with their names."""
+        parts = state if isinstance(state, (tuple, list)) else (state,)
+        names = SLOTS.get(self._family or "", [*map(str, range(len(parts)))])
+        return [(slot, x) for slot, x in zip(names, parts) if x is not None]
 
     def memory(self) -> base.Memory:
         x, states = self.object, self._updater.states
         known = {name: i for name, i in self._index.items() if i in states}
-        slots = {(name, self._slot(j)): part.asnumpy()
-                 for name, i in known.items()
-                 for j, part in enumerate(_parts(states[i]))
-                 if part is not None}
+        slots = {(name, slot): part.asnumpy() for name, i in known.items()
+                 for slot, part in self._slots(states[i])}
         if self._family == "nadam":
             slots |= {(name, "schedule"): np.array(x.m_schedule)
                       for name in known}
@@ -133,23 +122,22 @@ class MXNetOptimizer(base.OptimizerObject):
 
     def load(self, memory, arrays) -> None:
         x, (slots, counts) = self.object, memory
-        for array in [*arrays.values()][:1]:
-            x._set_current_context(self._native(array).context.device_id)
+        weights = {name: self._native(arrays[name]) for name in counts}
+        for weight in [*weights.values()][:1]:
+            x._set_current_context(weight.context.device_id)
         x._index_update_count.clear()
-        x._index_update_count.update(
-            {self._index[name]: count for name, count in counts.items()})
+        self._updater.states.clear()
         x.num_update = max(counts.values(), default=x.begin_num_update)
-        states = self._updater.states
-        states.clear()
-        for name in counts:
+        for name, weight in weights.items():
             i = self._index[name]
-            states[i] = state = x.create_state_multi_precision(
-                i, self._native(arrays[name]))
+            x._index_update_count[i] = counts[name]
+            self._updater.states[i] = state = \
+                x.create_state_multi_precision(i, weight)
             self._updater.states_synced[i] = True
-            for j, part in enumerate(_parts(state)):
-                if part is not None and (name, self._slot(j)) in slots:
-                    part[:] = mx.nd.array(slots[name, self._slot(j)],
-                                          part.context, part.dtype)
+            for slot, part in self._slots(state):
+                if (name, slot) in slots:
+                    part[:] = mx.nd.array(slots[name, slot], part.context,
+                                          part.dtype)
             if (name, "schedule") in slots:
                 x.m_schedule = float(slots[name, "schedule"])
 
@@ -161,31 +149,15 @@ class _Factors(NamedTuple):
     wd_mult: float
 
 
-def _parts(state: Any) -> Sequence[Any]:
-    return state if isinstance(state, (tuple, list)) else (state,)
-
-
-def _content(x: Any, seen: set[int]) -> Any:
-    """What an attribute holds, as something that compares."""
-    if isinstance(x, mx.nd.NDArray):
-        x = x.asnumpy()
-    if isinstance(x, np.ndarray):
-        return x.shape, str(x.dtype), x.tobytes()
-    if x is None or isinstance(x, (bool, int, float, str, bytes)):
-        return x
-    if id(x) in seen:
-        return None
-    seen.add(id(x))
-    state = getattr(x, "get_state", None) or getattr(x, "getstate", None)
-    if callable(state):     # of a stream of random numbers
-        return _content(state(), seen)
-    if hasattr(x, "bit_generator"):
-        return repr(x.bit_generator.state)
-    if isinstance(x, dict):
-        return {repr(key): _content(one, seen) for key, one in x.items()}
-    if isinstance(x, (list, tuple, set)):
-        return [_content(one, seen) for one in x]
-    return type(x), _content(vars(x), seen) if hasattr(x, "__dict__") else None
+def _contents(x: Any) -> dict[str, bytes | None]:
+    """What each attribute holds, where that can be pickled."""
+    found: dict[str, bytes | None] = {}
+    for key, value in vars(x).items():
+        try:
+            found[key] = pickle.dumps(value)
+        except Exception:       # a function of the user's, for example
+            found[key] = None
+    return found
 
 
 class MXNetDraws(base.GivenInitializer):
@@ -206,34 +178,31 @@ class MXNetDraws(base.GivenInitializer):
         np.random.seed(seed)
         array = mx.nd.zeros(shape, mx.cpu(), dtype="float64")
         try:
+            # A copy: Gluon calls one object for all networks, in the order
+            # of their weights; here each draw is by itself.
+            x = copy.deepcopy(self._x)
+            before = _contents(x)
             with mx.Context(mx.cpu()), mx.autograd.pause():
-                # As Gluon calls it for a weight. A copy: see below.
-                x = copy.deepcopy(self._x)
+                # As Gluon calls it for a weight.
                 x(mx.init.InitDesc(name, {"__init__": x}), array)
-                self._check_unchanged(x)
+            changed = [key for key, value in _contents(x).items()
+                       if before.get(key, "") != value]
+            if changed:
+                raise ValueError(
+                    "an initialiser gives a weight by its name and shape, and "
+                    f"remembers nothing; received {type(x).__name__}, whose "
+                    f"call changes {changed}. Draw from mx.nd.random, or from "
+                    "NumPy's or Python's own stream, which are seeded anew "
+                    "for each weight.")
             return array.asnumpy()
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
             mx.random.seed(later)
 
-    def _check_unchanged(self, used: Any) -> None:
-        """Gluon calls one object for all networks, in the order of their
-        weights; here each draw is by itself."""
-        old, new = ({key: _content(x, set()) for key, x in vars(one).items()}
-                    for one in (self._x, used))
-        changed = [key for key in new if new[key] != old.get(key)]
-        if changed:
-            raise ValueError(
-                "an initialiser gives a weight by its name and shape, and "
-                "remembers nothing; received "
-                f"{type(self._x).__name__}, whose call changes {changed}. "
-                "Draw from mx.nd.random, or from NumPy's or Python's own "
-                "stream, which are seeded anew for each weight.")
-
 
 class MXNetGiven(base.Given):
-    """Optimisers, schedules and initialisers of MXNet."""
+    """Optimisers and initialisers of MXNet."""
 
     def optimizer(self, x: Any, network: base.Network
                   ) -> base.OptimizerObject | None:

@@ -1,25 +1,18 @@
 """What objects of PyTorch's own are in mgpu's terms."""
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 
 from mgpu.backends import base
 from mgpu.backends._torch import initial, own_step
 from mgpu.backends._torch.own_step import FAMILIES
 
-#: by family, the options besides lr and weight_decay, which have the same
-#: names here
-_OPTIONS: dict[str, tuple[str, ...]] = {
-    family: tuple(names.split()) for family, names in {
-        "sgd": "momentum dampening nesterov", "adam": "betas eps amsgrad",
-        "adamw": "betas eps amsgrad", "adamax": "betas eps",
-        "nadam": "betas eps momentum_decay decoupled_weight_decay",
-        "rmsprop": "alpha eps momentum centered",
-        "adagrad": "lr_decay eps", "adadelta": "rho eps"}.items()}
+#: torch's names of options, and those of `mgpu.optimizers`; others are equal
+_OPTIONS = {"lr": "learning_rate", "weight_decay": "wd"}
 #: what else is in a group
 _PARAMETERS = ("params", "param_names")
 
@@ -31,32 +24,18 @@ class TorchOptimizer(base.OptimizerObject):
     takes_schedule = False
 
     def __init__(self, x: Any, network: base.Network):
-        if isinstance(x, torch.optim.LBFGS):
-            raise ValueError(
-                "a Trainer steps once for each backward pass; received an "
-                "LBFGS, whose step computes the loss several times. Call its "
-                "step(closure): the gradients of replicas.net are sums over "
-                "the devices.")
-        if not isinstance(network.net, nn.Module):
-            raise ValueError(
-                "an optimiser object is of the network's own framework; "
-                f"received torch.optim.{type(x).__name__}, which has no "
-                f"parameters of {type(network.net).__name__}. Pass the name, "
-                f"{FAMILIES.get(type(x), 'adam')!r}, with semantics='torch'.")
         super().__init__(x)
         self._network = network
         if not self.names():
             raise ValueError(
                 "a Trainer's optimiser has parameters of its network, "
                 f"{type(network.net).__name__}; received a {_name(x)} that "
-                "has none of them. Make it from replicas.net.parameters().")
-
-    def _held(self) -> list[Any]:
-        return [x for group in self.object.param_groups
-                for x in group["params"]]
+                "has none of them. Make it from replicas.net.parameters(), "
+                "or pass its name, with semantics='torch'.")
 
     def _named(self) -> list[tuple[Any, str | None]]:
-        found = self._held()
+        found = [x for group in self.object.param_groups
+                 for x in group["params"]]
         return [*zip(found, self._network.names_of(found), strict=True)]
 
     # -- what it moves ------------------------------------------------------
@@ -74,18 +53,23 @@ class TorchOptimizer(base.OptimizerObject):
                 x.grad = torch.zeros_like(x)
         return [x.grad for x in others]
 
-    def step(self, arrays, factors, scale, loss_scale) -> None:
-        self._check_factors(arrays, factors)
+    def step(self, step) -> None:
+        for name, factors in step.factors.items():
+            if factors != (1.0, 1.0):
+                raise ValueError(
+                    "the groups of a torch.optim object have the rates and "
+                    "weight decays; received an lr_mult or wd_mult of "
+                    f"{name!r}. Make a group of its own for it.")
         named = self._named()
         gradients = [x.grad for x, _ in named]
         try:
             for (x, name), g in zip(named, gradients, strict=True):
-                if name is not None and name not in arrays:
+                if name is not None and name not in step.arrays:
                     x.grad = None       # no new one
                 elif g is not None:
-                    if loss_scale != 1.0:
-                        g = g / loss_scale
-                    x.grad = g if scale == 1.0 else g * scale
+                    if step.loss_scale != 1.0:
+                        g = g / step.loss_scale
+                    x.grad = g if step.scale == 1.0 else g * step.scale
             self.object.step()
         finally:
             for (x, _), g in zip(named, gradients, strict=True):
@@ -93,14 +77,6 @@ class TorchOptimizer(base.OptimizerObject):
         for x, name in named:
             if name is None:
                 x.grad = None
-
-    def _check_factors(self, names: Iterable[str], factors: Any) -> None:
-        for name in names:
-            if factors(name) != (1.0, 1.0):
-                raise ValueError(
-                    "the groups of a torch.optim object have the rates and "
-                    "weight decays; received an lr_mult or wd_mult of "
-                    f"{name!r}. Make a group of its own for it.")
 
     # -- options ------------------------------------------------------------
 
@@ -118,24 +94,11 @@ class TorchOptimizer(base.OptimizerObject):
         _write(self.object, [{"lr": rate}] * len(groups))
 
     def groups(self) -> list[base.OptimizerGroup]:
-        return [base.OptimizerGroup(frozenset(names), *self._formula(group))
-                for group, names in zip(self.object.param_groups,
-                                        self._names_by_group(), strict=True)]
-
-    def _formula(self, group: Mapping[str, Any]
-                 ) -> tuple[str | None, dict[str, Any]]:
-        x, family = self.object, FAMILIES.get(type(self.object))
-        if family is None or group.get("maximize"):
-            return None, {"learning_rate": group.get("lr", 0.0)}
-        if family in ("adam", "adamw"):     # torch's update asks this
-            family = "adamw" if group.get(
-                "decoupled_weight_decay", family == "adamw") else "adam"
-        options = {name: group[name] for name in _OPTIONS[family]}
-        if family == "adagrad":     # read by its constructor
-            options["initial_accumulator_value"] = \
-                x.defaults["initial_accumulator_value"]
-        return family, {"learning_rate": float(group["lr"]),
-                        "wd": group["weight_decay"], **options}
+        return [base.OptimizerGroup(
+            frozenset(names), _family(self.object, group),
+            {_OPTIONS.get(key, key): x for key, x in _plain(group).items()})
+            for group, names in zip(self.object.param_groups,
+                                    self._names_by_group(), strict=True)]
 
     def _names_by_group(self) -> list[list[str]]:
         """Parameters of others are called by their places."""
@@ -157,34 +120,39 @@ class TorchOptimizer(base.OptimizerObject):
         own_step.write_memory(self.object, self._arrays(), *memory)
 
     def export(self) -> list[dict[str, Any]]:
-        return [{"names": sorted(names), "options": {
-            key: _plain(x) for key, x in group.items()
-            if key not in _PARAMETERS and _is_plain(x)}}
-            for group, names in zip(self.object.param_groups,
-                                    self._names_by_group(), strict=True)]
+        return [{"names": sorted(names), "options": _plain(group)}
+                for group, names in zip(self.object.param_groups,
+                                        self._names_by_group(), strict=True)]
 
     def fit(self, saved: Sequence[Mapping[str, Any]] | None, rate: float
             ) -> Callable[[], None]:
-        groups, own = self.object.param_groups, self._names_by_group()
-        if saved is None:
-            if len(groups) > 1:
-                raise ValueError(
-                    "states are loaded into as many groups of parameters as "
-                    f"they are of; received those of one, for {len(groups)} "
-                    f"of a {_name(self.object)}. Make an object with one "
-                    "group.")
+        own = self._names_by_group()
+        if saved is None and len(own) == 1:
             saved = [{"names": own[0], "options": {"lr": rate}}]
-        if [sorted(group["names"]) for group in saved] != [*map(sorted, own)]:
+        if [sorted(group["names"]) for group in saved or ()] \
+                != [*map(sorted, own)]:
             raise ValueError(
                 "states are loaded into the same groups of parameters, in "
                 "the same order; received those of groups with "
-                f"{[len(group['names']) for group in saved]} parameters, for "
-                f"a {_name(self.object)} with {[*map(len, own)]}, or with "
-                "others. Make the groups that were saved.")
+                f"{[len(group['names']) for group in saved or ()]} "
+                f"parameters, for a {_name(self.object)} with "
+                f"{[*map(len, own)]}, or with others. Make the groups that "
+                "were saved.")
         return partial(_write, self.object, [
             {key: tuple(x) if isinstance(x, list) else x
              for key, x in group["options"].items()
-             if key not in _PARAMETERS} for group in saved])
+             if key not in _PARAMETERS} for group in saved or ()])
+
+
+def _family(x: Any, group: Mapping[str, Any]) -> str | None:
+    """The formula of a group; None for one that mgpu does not have."""
+    family = FAMILIES.get(type(x))
+    if group.get("maximize"):
+        return None
+    if family in ("adam", "adamw"):     # torch's update asks this
+        return "adamw" if group.get("decoupled_weight_decay",
+                                    family == "adamw") else "adam"
+    return family
 
 
 def _write(x: Any, options: Sequence[Mapping[str, Any]]) -> None:
@@ -200,40 +168,24 @@ def _name(x: Any) -> str:
     return f"torch.optim.{type(x).__name__}"
 
 
-def _plain(x: Any) -> Any:
-    """Scalars of NumPy and of torch as Python's, which JSON takes."""
-    return type(x)(map(_plain, x)) if isinstance(x, (list, tuple)) \
-        else x.item() if isinstance(x, np.generic) or isinstance(
-            x, torch.Tensor) and x.ndim == 0 else x
-
-
-def _is_plain(x: Any) -> bool:
-    x = _plain(x)
-    return x is None or isinstance(x, (bool, int, float, str)) or isinstance(
-        x, (list, tuple)) and all(isinstance(one, (int, float)) for one in x)
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that JSON takes; scalars of NumPy and torch as Python's."""
+    found = {}
+    for key, x in options.items():
+        if key not in _PARAMETERS:
+            with contextlib.suppress(Exception):
+                found[key] = json.loads(json.dumps(
+                    x, default=lambda scalar: scalar.item()))
+    return found
 
 
 class PyTorchGiven(base.Given):
-    """Optimisers, schedules and initialisers of PyTorch."""
+    """Optimisers and initialisers of PyTorch."""
 
     def optimizer(self, x: Any, network: base.Network
                   ) -> base.OptimizerObject | None:
-        if isinstance(x, type) and issubclass(x, torch.optim.Optimizer):
-            raise TypeError(
-                "an optimiser is an object, or a name; received the class "
-                f"torch.optim.{x.__name__}. Pass {x.__name__}(net."
-                "parameters(), ...), or its name and semantics='torch'.")
         return TorchOptimizer(x, network) \
             if isinstance(x, torch.optim.Optimizer) else None
-
-    def schedule(self, x: Any) -> None:
-        if isinstance(x, torch.optim.lr_scheduler.LRScheduler):
-            raise TypeError(
-                "a schedule of torch's changes the groups of its optimiser "
-                f"object; received {type(x).__name__} as lr_scheduler. Give "
-                "the Trainer that object, mgpu.Trainer(replicas, optimizer), "
-                "without lr_scheduler, and call scheduler.step() after each "
-                "step or epoch, as in torch.")
 
     def initializer(self, x: Any) -> base.GivenInitializer | None:
         return initial.initializer(x)
