@@ -99,7 +99,7 @@ def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
     arrays of its callbacks."""
     check_pair(replicas, trainer)
     world, backend = replicas.span.world, replicas.backend
-    with world.telling():
+    with world.guard():
         files.path_of(file)
         position = None if data is None else _position(data)
         with replicas.owned():
@@ -296,7 +296,7 @@ def load_checkpoint(file: files.FilePath, replicas: Replicas,
     """
     check_pair(replicas, trainer)
     world = replicas.span.world
-    with world.telling():
+    with world.guard():
         load(file, read(file) if world.is_main else None, replicas, trainer,
              data, seed)
 

@@ -215,7 +215,7 @@ class Buckets(AllReduce):
     def allreduce(self, lists: Sequence[list[Array]], op: str,
                   roots: Sequence[int]) -> None:
         backend = get_backend()
-        for bucket in self.pack(lists):
+        for bucket in pack(lists, self.bucket_bytes):
             if len(bucket) == 1:
                 backend.library_allreduce(bucket[0], op)
                 continue
@@ -231,20 +231,23 @@ class Buckets(AllReduce):
                     data[i][:] = whole[begin:end]
                     begin = end
 
-    def pack(self, lists: Sequence[list[Array]]) -> list[list[list[Array]]]:
-        """Lists of one dtype, in their order, cut where a bucket is full."""
-        buckets: list[list[list[Array]]] = []
-        open_: dict[str, tuple[list[list[Array]], int]] = {}
-        for data in lists:
-            dtype = dtype_name(data[0])
-            size = prod(data[0].shape) * ITEMSIZE[dtype]
-            bucket, room = open_.get(dtype, ([], 0))
-            if size > room:
-                bucket, room = [], self.bucket_bytes
-                buckets.append(bucket)
-            bucket.append(data)
-            open_[dtype] = bucket, room - size
-        return buckets
+
+def pack(lists: Sequence[list[Array]], limit: int
+         ) -> list[list[list[Array]]]:
+    """Lists of one dtype, in their order, in buckets of up to `limit` bytes
+    of each device."""
+    buckets: list[list[list[Array]]] = []
+    open_: dict[str, tuple[list[list[Array]], int]] = {}
+    for data in lists:
+        dtype = dtype_name(data[0])
+        size = prod(data[0].shape) * ITEMSIZE[dtype]
+        bucket, room = open_.get(dtype, ([], 0))
+        if size > room:
+            bucket, room = [], limit
+            buckets.append(bucket)
+        bucket.append(data)
+        open_[dtype] = bucket, room - size
+    return buckets
 
 
 class HostMemory(AllReduce):
