@@ -18,15 +18,15 @@ from pathlib import Path
 
 from mgpu import backends, environment
 from mgpu.arguments import integer, number, one_of
-from mgpu.errors import WorkerError
 
 #: lines of a traceback that are shown, and ranks besides the first
 _LINES, _OTHERS = 25, 8
 #: bytes at the end of a log in which a traceback is looked for
 _TAIL = 1 << 16
 #: errors with which a rank reports on others
-_REPORTS = tuple(f"mgpu.errors.{kind.__name__}" for kind in [
-    WorkerError, *WorkerError.__subclasses__()])
+_REPORTS = tuple(f"mgpu.errors.{name}" for name in (
+    "WorkerError", "WorkerLost", "WorkerFailed", "UnevenWork",
+    "ModelMismatch"))
 
 
 def launch(script: str, arguments: Sequence[str] = (), *, processes: int,
