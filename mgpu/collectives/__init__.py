@@ -7,6 +7,7 @@ bit. Differentiable forms that return new arrays are in `mgpu.functional`.
 """
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 from mgpu.arguments import is_integer
 from mgpu.backends import get_backend
@@ -76,10 +77,9 @@ AllReduce
         "sharded" a tensor that is not contiguous; with "native" what the
         framework has no collective for. Nothing has changed then.
     """
-    arrays = check_reducible(data, op)
-    strategy = strategy_of(algorithm)
+    arrays = check_list(data)
     check_root(root, len(arrays))
-    _in_place(lambda lists: _run(strategy, lists, op, [root]), [arrays])
+    _allreduce([arrays], op, algorithm, root)
 
 
 def allreduce_many(lists: Sequence[list[Array]], *, op: str = "sum",
@@ -104,29 +104,33 @@ def allreduce_many(lists: Sequence[list[Array]], *, op: str = "sum",
         As `allreduce`, and for lists of different lengths. Nothing has
         changed then.
     """
-    strategy = strategy_of(algorithm)
+    _allreduce(lists, op, algorithm)
+
+
+def _allreduce(lists: Sequence[Any], op: str, algorithm: str | AllReduce,
+               root: int | None = None) -> None:
+    """`root`: the device that all lists are collected on."""
     columns = [check_reducible(data, op) for data in lists]
+    strategy = strategy_of(algorithm)
     lengths = sorted({len(column) for column in columns})
     if len(lengths) > 1:
         raise ValueError(f"every list must hold one array per device; "
                          f"received lists of {lengths} arrays.")
     if not columns or lengths == [1] and not strategy.reaches_further:
         return
-    _in_place(lambda views: _run(strategy, views, op, assign_roots(
-        [prod(data[0].shape) for data in views], lengths[0])), columns)
 
-
-def _run(strategy: AllReduce, lists: list[list[Array]], op: str,
-         roots: Sequence[int]) -> None:
-    """Reduce `lists` by `strategy`, if it can reduce all of them."""
-    given = [tuple(data) for data in lists]
-    allreduce_by(strategy, lists, op, roots)
-    if any(x is not y for data, own in zip(lists, given)
-           for x, y in zip(data, own)):
-        raise RuntimeError(
-            "a strategy writes its result into the arrays that it is given; "
-            f"received other arrays in the lists of {strategy!r}. Write "
-            "x[:] = result.")
+    def run(views: list[list[Array]]) -> None:
+        given = [tuple(data) for data in views]
+        allreduce_by(strategy, views, op, assign_roots(
+            [prod(data[0].shape) for data in views], lengths[0])
+            if root is None else [root] * len(views))
+        if any(x is not y for data, own in zip(views, given)
+               for x, y in zip(data, own)):
+            raise RuntimeError(
+                "a strategy writes its result into the arrays that it is "
+                f"given; received other arrays in the lists of {strategy!r}. "
+                "Write x[:] = result.")
+    _in_place(run, columns)
 
 
 def broadcast(data: list[Array], *, root: int = 0) -> None:

@@ -22,7 +22,7 @@ class OverProcesses(AllReduce):
     where they lie, small ones in flat buckets of one dtype, all in the order
     of the arrays. A meeting has come before it."""
 
-    divides = checks_memory = reaches_further = True
+    divides = reaches_further = True
 
     def __init__(self, local: AllReduce, span: Span) -> None:
         self._local, self._span = local, span
