@@ -5,7 +5,8 @@ return something. Each takes its sums in a fixed order, which its strategy
 names (`mgpu.collectives.strategies`), so that a run can be repeated bit for
 bit. Differentiable forms that return new arrays are in `mgpu.functional`.
 """
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -29,18 +30,16 @@ __all__ = ["ALGORITHMS", "OPS", "AllReduce", "allgather", "allreduce",
 ALGORITHMS = STRATEGIES
 
 
-def _in_place(run: Callable[[list[list[Array]]], None],
-              lists: Sequence[list[Array]]) -> None:
-    """Call `run` on `lists` in the form that it can write to."""
+@contextlib.contextmanager
+def _written(lists: Sequence[list[Array]]) -> Iterator[list[list[Array]]]:
+    """`lists` in the form that can be written to in the block, where nothing
+    is recorded."""
     backend = get_backend()
-    # There is nothing to do for empty arrays, and mx.nd refuses to do it.
-    lists = [data for data in lists if 0 not in data[0].shape]
-    if not lists:
-        return
     with backend.scope(recording=False):
-        # ``x[:]`` needs an axis
-        run([[x if x.shape else backend.ops.flat_view(x) for x in data]
-             for data in lists])
+        # There is nothing to do for empty arrays, and mx.nd refuses to do it.
+        # ``x[:]`` needs an axis.
+        yield [[x if x.shape else backend.ops.flat_view(x) for x in data]
+               for data in lists if 0 not in data[0].shape]
 
 
 def allreduce(data: list[Array], *, op: str = "sum",
@@ -116,21 +115,19 @@ def _allreduce(lists: Sequence[Any], op: str, algorithm: str | AllReduce,
     if len(lengths) > 1:
         raise ValueError(f"every list must hold one array per device; "
                          f"received lists of {lengths} arrays.")
-    if not columns or lengths == [1] and not strategy.reaches_further:
-        return
-
-    def run(views: list[list[Array]]) -> None:
+    with _written(columns) as views:
+        if not views or lengths == [1] and not strategy.reaches_further:
+            return
         given = [tuple(data) for data in views]
         allreduce_by(strategy, views, op, assign_roots(
             [prod(data[0].shape) for data in views], lengths[0])
             if root is None else [root] * len(views))
-        if any(x is not y for data, own in zip(views, given)
-               for x, y in zip(data, own)):
-            raise RuntimeError(
-                "a strategy writes its result into the arrays that it is "
-                f"given; received other arrays in the lists of {strategy!r}. "
-                "Write x[:] = result.")
-    _in_place(run, columns)
+    if any(x is not y for data, own in zip(views, given)
+           for x, y in zip(data, own)):
+        raise RuntimeError(
+            "a strategy writes its result into the arrays that it is given; "
+            f"received other arrays in the lists of {strategy!r}. Write "
+            "x[:] = result.")
 
 
 def broadcast(data: list[Array], *, root: int = 0) -> None:
@@ -138,8 +135,9 @@ def broadcast(data: list[Array], *, root: int = 0) -> None:
     `allreduce` does."""
     arrays = check_list(data)
     check_root(root, len(arrays))
-    _in_place(lambda lists: broadcast_from(
-        check_apart(lists[0]), root), [arrays])
+    with _written([arrays]) as lists:
+        for one in lists:
+            broadcast_from(check_apart(one), root)
 
 
 def reduce(data: list[Array], *, op: str = "sum", root: int = 0) -> None:
@@ -147,8 +145,9 @@ def reduce(data: list[Array], *, op: str = "sum", root: int = 0) -> None:
     they are. Raises as `allreduce` does."""
     arrays = check_reducible(data, op)
     check_root(root, len(arrays))
-    _in_place(lambda lists: reduce_to(
-        check_apart(lists[0]), op, root), [arrays])
+    with _written([arrays]) as lists:
+        for one in lists:
+            reduce_to(check_apart(one), op, root)
 
 
 def allgather(data: list[Array], *, axis: int = 0) -> list[Array]:
