@@ -1,6 +1,5 @@
 """``torch.distributed`` as the engine: gloo on CPUs, NCCL on CUDA cards."""
 import contextlib
-import json
 import os
 import socket
 import sys
@@ -10,14 +9,13 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from mgpu.errors import ModelMismatch, WorkerError, WorkerLost
+from mgpu.errors import WorkerLost
 
 #: bytes of a message that go in one exchange
 _ROOM = 1024
@@ -90,17 +88,23 @@ class Gloo:
         self._gone: list[int] = []      # ranks that do not answer
         self._notes: dict[int, str] = {}
         self._key = "mgpu"
-        # An agent of torchrun may serve the store, and keeps it from one
-        # attempt to the next.
-        self._agent = os.environ.get(
-            "TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._serves = not (self._agent or rank)
+        # An agent of torchrun may serve the store.
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._serves = not (agent or rank)
         loopback = host == "localhost" or host.startswith("127.") \
             or host == "::1"
         if loopback:        # else gloo takes that of the machine's name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if rank == 0 and not restarts:
-            self._warn(loopback)
+        if rank == 0 and not restarts and not loopback:
+            print("mgpu: processes exchange over the network. The connections "
+                  "are neither encrypted nor authenticated: use a network "
+                  "that only you can reach.", file=sys.stderr, flush=True)
+        if rank == 0 and agent and os.environ.get(
+                "TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            print("mgpu: torchrun shares its store with the workers. Restarts "
+                  "may then read addresses of the last attempt, and hang. Set "
+                  "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or use mgpu launch.",
+                  file=sys.stderr, flush=True)
         end = time.monotonic() + start_timeout
         try:
             self.store = in_thread(lambda: self._open_store(
@@ -131,18 +135,6 @@ class Gloo:
         self._key = "mgpu/" + self.allgather(uuid.uuid4().hex.encode()
                                              )[0].decode()
 
-    def _warn(self, loopback: bool) -> None:
-        if not loopback:
-            print("mgpu: processes exchange over the network. The connections "
-                  "are neither encrypted nor authenticated: use a network "
-                  "that only you can reach.", file=sys.stderr, flush=True)
-        if self._agent and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS",
-                                              "0")):
-            print("mgpu: torchrun shares its store with the workers. Restarts "
-                  "may then read addresses of the last attempt, and hang. Set "
-                  "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or use mgpu launch.",
-                  file=sys.stderr, flush=True)
-
     def _open_store(self, host: str, port: int, seconds: float) -> Any:
         more: dict[str, Any] = {}
         if self._serves:    # the store closes the descriptor
@@ -152,59 +144,18 @@ class Gloo:
                              timedelta(seconds=seconds), **more)
 
     def _call_roll(self, limit: float, end: float) -> None:
-        """Wait for all ranks to be there, and name those that are not. Rank
-        0 decides for all."""
-        def arrive() -> bool:
-            self.store.set(f"mgpu/here/{self.rank}", str(self.size))
-            return self.store.add(f"mgpu/arrivals/{self.rank}", 1) > 1
-        twice = self._ask(arrive, False) and not self._agent
-        while True:
-            sizes, verdict = self._ask(self._present, (
-                dict.fromkeys(range(1, self.size), self.size), None))
-            missing = sorted({*range(self.size)} - sizes.keys())
-            other = [r for r, n in sizes.items() if n != self.size]
-            error: WorkerError
-            if verdict is not None:
-                name, text = json.loads(verdict)
-                raise (ModelMismatch if name == "ModelMismatch"
-                       else WorkerLost)(text)
-            if twice:
-                error = ModelMismatch(
-                    "each rank is one process; received a second process "
-                    f"with RANK {self.rank}, on rank {self.rank}. Give each a "
-                    "number of its own.")
-            elif other:
-                error = ModelMismatch(
-                    "all ranks are told the same number of ranks; received "
-                    f"{self.size} on rank {self.rank} and {sizes[other[0]]} "
-                    f"on rank {other[0]}. Give every rank the same "
-                    "WORLD_SIZE.")
-            elif not missing:
-                return
-            elif time.monotonic() > end:
-                error = WorkerLost(
+        """Wait for all ranks to be there, and name those that are not."""
+        self._ask(lambda: self.store.set(f"mgpu/here/{self.rank}", b"1"))
+        absent = [0]        # while the store, which rank 0 has, is silent
+        while absent := self._ask(lambda: self._absent("mgpu/here"), absent):
+            if time.monotonic() > end:
+                raise WorkerLost(
                     f"all {self.size} ranks start within {limit:g} s; "
-                    f"received no sign of {_ranks(missing)} on rank "
+                    f"received no sign of {_ranks(absent)} on rank "
                     f"{self.rank}. Start them, with the same address, port "
                     "and number of ranks (start_timeout= of "
                     "mgpu.distributed.init gives them longer).")
-            else:
-                time.sleep(0.05)
-                continue
-            if self._serves or isinstance(error, ModelMismatch):
-                self._ask(partial(self.store.set, "mgpu/verdict", json.dumps(
-                    [type(error).__name__, str(error)])))
-                time.sleep(_ANSWER)     # for the others to read it
-            raise error
-
-    def _present(self) -> tuple[dict[int, int], bytes | None]:
-        """The sizes that the ranks which are there have been told; and what
-        one has found to be wrong."""
-        absent, found = self._absent("mgpu/here"), not self._agent \
-            and self.store.check(["mgpu/verdict"])
-        return {r: int(self.store.get(f"mgpu/here/{r}"))
-                for r in range(self.size) if r not in absent}, \
-            self.store.get("mgpu/verdict") if found else None
+            time.sleep(0.05)
 
     # -- the store: what ranks know of each other without an exchange -------
 
