@@ -35,15 +35,9 @@ _STAYS, _STAYS_LOST = 5.0, 1.0
 def listening(host: str, port: int) -> socket.socket:
     """A socket that listens on `host` alone (torch's store itself listens on
     all addresses of the machine)."""
-    family, *_, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM)[0]
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.socket(family))
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(address)
-        server.listen(2048)
-        stack.pop_all()
-    return server
+    return socket.create_server((host, port), family=socket.AF_INET6
+                                if ":" in host else socket.AF_INET,
+                                backlog=2048)
 
 
 def own_address(host: str) -> str:
@@ -99,7 +93,7 @@ class Gloo:
             print("mgpu: processes exchange over the network. The connections "
                   "are neither encrypted nor authenticated: use a network "
                   "that only you can reach.", file=sys.stderr, flush=True)
-        if rank == 0 and agent and os.environ.get(
+        if rank == 0 and agent and not restarts and os.environ.get(
                 "TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             print("mgpu: torchrun shares its store with the workers. Restarts "
                   "may then read addresses of the last attempt, and hang. Set "

@@ -110,20 +110,17 @@ class _Rendezvous(DynamicRendezvousHandler):
     """Machines meet at a store that one of them has. That one leaves last:
     the others would find their store gone."""
 
-    #: keys of the store: how many machines have come, and have left
-    _CAME, _LEFT = "mgpu/came", "mgpu/left"
-
-    serves = False
+    #: how many machines leave before this one does
+    waits_for = 0
 
     def shutdown(self) -> bool:
         done = super().shutdown()
         with contextlib.suppress(dist.DistError):
-            left = self._store.add(self._LEFT, 1)
+            left = self._store.add("mgpu/left", 1)
             end = time.monotonic() + _LEAVE
-            while self.serves and left < self._store.add(self._CAME, 0) \
-                    and time.monotonic() < end:
+            while left <= self.waits_for and time.monotonic() < end:
                 time.sleep(0.02)
-                left = self._store.add(self._LEFT, 0)
+                left = self._store.add("mgpu/left", 0)
         return done
 
 
@@ -133,6 +130,7 @@ def _rendezvous(job: Job) -> _Rendezvous:
     host, port = job.rdzv or ("127.0.0.1", 0)
     more: dict[str, Any] = {}
     try:
+        own = own_address(host)
         with listening(host, port) as server:
             port = server.getsockname()[1]
             more["master_listen_fd"] = server.detach()
@@ -146,7 +144,6 @@ def _rendezvous(job: Job) -> _Rendezvous:
     store = dist.TCPStore(host, port, None, bool(more),
                           timedelta(seconds=job.start_timeout),
                           wait_for_workers=False, **more)
-    own = own_address(host)
     interface = _interface(own)
     if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
         # else gloo takes that of the machine's name, perhaps loopback
@@ -156,8 +153,7 @@ def _rendezvous(job: Job) -> _Rendezvous:
         job.machines, own, RendezvousTimeout(
             timedelta(seconds=job.start_timeout)),
         keep_alive_interval=_ALIVE)
-    found.serves = bool(more)
-    store.add(found._CAME, 1)
+    found.waits_for = job.machines - 1 if more else 0
     return found
 
 
