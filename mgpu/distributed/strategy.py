@@ -60,7 +60,8 @@ class OverProcesses(AllReduce):
                         if column[0].nbytes < LARGE], BUCKET)
         flat = [np.concatenate([column[0] for column in bucket])
                 for bucket in buckets]
-        self._span.world.reduce([*(column[0] for column in large), *flat], op)
+        self._span.world.reduce_all(
+            [*(column[0] for column in large), *flat], op)
         for bucket, whole in zip(buckets, flat):
             end = 0
             for first, *_ in bucket:
@@ -78,7 +79,7 @@ class OverProcesses(AllReduce):
         backend, world = get_backend(), self._span.world
         if not world.reduce_native(data[0], op):
             host = backend.to_numpy(data[0])
-            world.reduce([host.reshape(-1)], op)
+            world.reduce(host.reshape(-1), op)
             data[0][...] = backend.put(host, data[0])
         if count > 1:
             data[0] /= count

@@ -76,7 +76,7 @@ class Sums:
         # KVStore would wait for ever.
         flat = part.reshape(-1).astype(np.float64)
         with self._world.together():
-            self._world.reduce([flat])
+            self._world.reduce(flat)
         return said[3], flat.astype(part.dtype).reshape(part.shape)
 
     def _agree(self, own: list[Any] | None) -> list[Any]:
@@ -106,7 +106,7 @@ class Sums:
                     return
                 if any(said):
                     with self._world.together():
-                        self._world.reduce([np.zeros(prod(shape))])
+                        self._world.reduce(np.zeros(prod(shape)))
 
     def end(self) -> None:
         """The backward passes of this rank have ended: let those without

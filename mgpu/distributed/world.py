@@ -347,32 +347,41 @@ class World:
 
     # -- arrays -------------------------------------------------------------
 
-    def reduce(self, arrays: Sequence[np.ndarray], op: str = "sum") -> None:
-        """Reduce each of the one-dimensional `arrays` over all ranks, in
-        place. They are as many and as long on all ranks."""
+    def reduce(self, flat: np.ndarray, op: str = "sum",
+               work: str = "a reduction") -> None:
+        """Reduce a one-dimensional array over all ranks, in place. `work`:
+        what it is for, the same on all ranks."""
+        self.reduce_all([flat], op, work)
+
+    def reduce_all(self, arrays: Sequence[np.ndarray], op: str = "sum",
+                   work: str = "a reduction") -> None:
+        """`reduce` each of `arrays`, which are as many and as long on all
+        ranks."""
         if self.engine is not None:
-            with self._arrays(op, *arrays) as engine:
+            with self._arrays(work, op, *arrays) as engine:
                 engine.allreduce(arrays, op)
 
-    def reduce_native(self, x: Any, op: str = "sum") -> bool:
+    def reduce_native(self, x: Any, op: str = "sum",
+                      work: str = "a reduction") -> bool:
         """As `reduce`, on an array of a framework; False: not done."""
         if self.engine is None:
             return True
-        with self._arrays(op, x) as engine:
+        with self._arrays(work, op, x) as engine:
             return engine.allreduce_native(x, op)
 
-    def broadcast(self, flat: np.ndarray, root: int = 0) -> None:
+    def broadcast(self, flat: np.ndarray, root: int = 0,
+                  work: str = "a broadcast") -> None:
         """Copy rank `root`'s array into that of the others."""
         if self.engine is not None:
-            with self._arrays(str(root), flat) as engine:
+            with self._arrays(work, str(root), flat) as engine:
                 engine.broadcast(flat, root)
 
     @contextlib.contextmanager
-    def _arrays(self, how: str, *arrays: Any) -> Iterator[Engine]:
+    def _arrays(self, work: str, how: str, *arrays: Any) -> Iterator[Engine]:
         """An exchange of arrays. Outside of `together` the ranks compare them
         first: arrays are never added to others that they do not belong to."""
         if not self._together:
-            self.agree("an exchange of arrays", {"call": [how, *(
+            self.agree(work, {"call": [how, *(
                 [str(x.dtype), list(x.shape)] for x in arrays)]},
                 "Call it alike on every rank.")
         with self._exchange() as engine:
