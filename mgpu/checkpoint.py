@@ -102,7 +102,7 @@ def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
     "arrays" of its callbacks."""
     check_pair(replicas, trainer)
     world, backend = replicas.span.world, replicas.backend
-    with world.telling():
+    with world.guard():
         position = None if data is None else _export_position(data)
         with replicas.owned():
             _check_between_steps(replicas, trainer)
@@ -272,7 +272,7 @@ def load_checkpoint(file: files.FilePath, replicas: Replicas,
     """
     check_pair(replicas, trainer)
     world = replicas.span.world
-    with world.telling():
+    with world.guard():
         load(file, read(file) if world.is_main else None, replicas, trainer,
              data, seed)
 

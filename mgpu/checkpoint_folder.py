@@ -83,7 +83,7 @@ class Folder:
     def open(self, resume: str | None, seed: int | None, num_epochs: int
              ) -> dict[str, Any] | None:
         """Where the run goes on, whose state is in place then; None: at its
-        beginning. Inside of `World.telling`. The folder is this run's alone
+        beginning. Inside of `World.guard`. The folder is this run's alone
         until its block ends."""
         one_of("resume", resume, (None, "auto"))
         world, path, contents = self._replicas.span.world, None, None

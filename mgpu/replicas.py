@@ -908,7 +908,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         try:
             yield
         except BaseException as error:
-            self.span.world.tell_once(error)
+            self.span.world.report_error(error)
             with self.backend.scope(recording=False):
                 for p, value in before:
                     p.write(value)

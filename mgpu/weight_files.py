@@ -17,7 +17,7 @@ FORMAT = "mgpu weights 1"
 def save(replicas: "Replicas", file: files.FilePath) -> None:
     """See `Replicas.save`."""
     world = replicas.span.world
-    with world.telling():
+    with world.guard():
         values = replicas.export_numpy()
         if world.is_main:
             files.write_arrays(file, {"format": FORMAT,
@@ -29,7 +29,7 @@ def save(replicas: "Replicas", file: files.FilePath) -> None:
 def load(replicas: "Replicas", file: files.FilePath) -> None:
     """See `Replicas.load`."""
     world = replicas.span.world
-    with world.telling():
+    with world.guard():
         values = _under_own_names(replicas, read(file))
         write = replicas.fit_numpy(values)
         world.agree("Replicas.load", {

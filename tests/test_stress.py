@@ -9,7 +9,6 @@ import signal
 import subprocess
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ import forked
 import mgpu
 from conftest import BACKENDS
 from helpers import assert_bit_equal
-from mgpu.backends._workers import Workers
 from nets import mlp, on_each, shards_of
 
 BEGIN = """
@@ -152,18 +150,31 @@ def test_ctrl_c_ends_a_training(name, options):
 
 # -- the threads themselves ---------------------------------------------------
 
-def test_a_thread_that_is_about_to_end_loses_no_work():
-    """Calls and ends at the same moments; all threads end without work."""
-    own, rng = Workers("race", int, lambda: contextlib.nullcontext, 1e-4), \
-        np.random.default_rng(0)
-    for j, pause in enumerate(rng.uniform(0, 3e-4, 800)):
-        time.sleep(pause)
-        k = 1 + j % 3
-        assert own.run([lambda i=i: i for i in range(k)]) == list(range(k))
-    for thread in threading.enumerate():
-        if thread.name.startswith("race"):
-            thread.join(60)
-            assert not thread.is_alive()
+@pytest.mark.parametrize("name", BACKENDS)
+def test_two_ctrl_c_end_a_program_whose_devices_go_on(name):
+    """The first one waits for their work, the second one does not; nor does
+    the end of the program, however long that may take."""
+    process = start(name, """
+    import os
+    from mgpu.backends import _workers
+
+    class Call(_workers._Call):
+        def wait(self):
+            os.write(1, b"waits\\n")
+            super().wait()
+    _workers._Call, _workers.AT_EXIT = Call, 1e6
+    for_ever = threading.Event()
+    backend.parallel([for_ever.wait, for_ever.wait], rendezvous=True)
+    """)
+    try:
+        for _ in range(2):
+            assert process.stdout.readline() == "waits\n"
+            process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGINT, err
+    assert out == "" and "\nKeyboardInterrupt\n" in err
 
 
 @pytest.mark.timeout(240)

@@ -8,9 +8,6 @@ from mgpu import environment
 # of malloc.h
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
-#: bytes that are worth giving back, which takes 65 ms a GB
-WORTH = 256 << 20
-
 
 @functools.cache
 def keep_freed_memory() -> bool:
@@ -43,23 +40,8 @@ def keep_freed_memory() -> bool:
         return False
 
 
-class _Info(ctypes.Structure):
-    """``struct mallinfo2`` of malloc.h, of glibc 2.33 or newer."""
-
-    _fields_ = [(name, ctypes.c_size_t) for name in (
-        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks",
-        "fsmblks", "uordblks", "fordblks", "keepcost")]
-
-
 def give_back() -> None:
-    """Give the system what `keep_freed_memory` keeps, if that is `WORTH` or
-    more: at the end of a training, not in one and not in a finaliser."""
-    if not keep_freed_memory():
-        return
-    library = ctypes.CDLL(None)
-    try:
-        library.mallinfo2.restype = _Info
-        if library.mallinfo2().fordblks >= WORTH:
-            library.malloc_trim(0)
-    except AttributeError:      # an older glibc
-        return
+    """Give the system what `keep_freed_memory` keeps, which takes 65 ms a GB:
+    at the end of a training, not in one and not in a finaliser."""
+    if keep_freed_memory():
+        ctypes.CDLL(None).malloc_trim(0)

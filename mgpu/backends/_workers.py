@@ -1,4 +1,4 @@
-"""Threads, one per device, that live as long as there is work for them.
+"""Threads, one per device, that live as long as the process.
 
 Both engines run thunks (functions without arguments) through `Workers`: torch
 always, because a CPU backward pass runs in the thread that calls it; MXNet
@@ -9,6 +9,8 @@ import contextvars
 import itertools
 import os
 import queue
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +22,7 @@ from mgpu import probes
 from mgpu.backends._allocator import give_back
 from mgpu.backends.base import ContextManager
 
-#: seconds without work after which a thread ends
+#: seconds without work after which a thread gives freed memory back
 IDLE = 30.0
 #: seconds that the end of the interpreter waits for work
 AT_EXIT = 60.0
@@ -38,10 +40,10 @@ def inside_worker() -> bool:
 class Workers:
     """Runs number i of a list of thunks in thread i.
 
-    A thread starts when there is first work for it, and ends after `idle`
-    seconds without any; the next work for it starts another. The last one to
-    end gives freed memory back. At the end of the interpreter all are ended,
-    which waits for their work: it cannot be cut short in the engine's code.
+    A thread starts when there is first work for it. After `IDLE` seconds
+    without any it gives freed memory back. At the end of the interpreter all
+    are ended, which waits for their work: it cannot be cut short in the
+    engine's code.
 
     Parameters
     ----------
@@ -52,8 +54,6 @@ class Workers:
     carry : callable
         Called in the calling thread; returns a factory of a context manager
         that sets the caller's per-thread modes in the worker.
-    idle : float
-        Seconds.
     aside : callable
         Gives a block in which the calling thread waits for these threads: it
         holds no lock there that a thunk of another caller may wait for.
@@ -61,20 +61,18 @@ class Workers:
 
     def __init__(self, name: str, start: Callable[[], None],
                  carry: Callable[[], Callable[[], ContextManager]],
-                 idle: float = IDLE,
                  aside: Callable[[], ContextManager] = nullcontext):
         self._name, self._start, self._carry = name, start, carry
-        self._idle, self._aside = idle, aside
+        self._aside = aside
         self._reset()
         # A forked child has none of its parent's threads.
         os.register_at_fork(after_in_child=self._reset)
         atexit.register(self.end)
 
     def _reset(self) -> None:
-        self._places: list[tuple[Jobs, threading.Thread] | None] = []
+        self._threads: list[tuple[Jobs, threading.Thread]] = []
         # One call at a time: thunks that wait for each other must not be
-        # interleaved with those of another caller. Who holds it may also
-        # change `_places`.
+        # interleaved with those of another caller.
         self._one_call = threading.Lock()
         self._call: _Call | None = None     # that runs, or was left
         self._caller: int | None = None     # the thread that waits for it
@@ -100,87 +98,62 @@ class Workers:
                 "that it interrupts waits for some; received a call of mgpu "
                 "in one. Set a flag in the handler, and look at it between "
                 "steps.")
-        if len(thunks) == 1:
+        if len(thunks) < 2:
             return run_in_turn(thunks)
         call = _Call(probes.timed(thunks),
                      self._carry() if carry else nullcontext)
-        if thunks:
-            with self._aside(), self._one_call:
-                queues = self._queues(len(thunks))
-                self._call = call
-                self._caller = threading.get_ident()
-                try:
-                    call.hand_out(queues)
-                    call.wait()
-                except BaseException:
-                    call.hand_out(queues)   # those that were not, yet
-                    call.wait()
-                    raise
-                finally:
-                    self._caller = None
-                self._call = None
-        return call.outcome()
-
-    def _queues(self, count: int) -> list[Jobs]:
-        """The queues of the threads 0 to `count` - 1, which now run."""
-        places = self._places
-        places.extend([None] * (count - len(places)))
-        for i in range(count):
-            if places[i] is None:
+        with self._aside(), self._one_call:
+            for i in range(len(self._threads), len(thunks)):
                 jobs: Jobs = queue.SimpleQueue()
                 thread = threading.Thread(
-                    target=self._loop, args=(i, jobs), daemon=True,
+                    target=self._loop, args=(jobs,), daemon=True,
                     name=f"{self._name}-{i}")
                 thread.start()
-                places[i] = jobs, thread
-        return [place[0] for place in places[:count] if place is not None]
+                self._threads.append((jobs, thread))
+            self._call = call
+            self._caller = threading.get_ident()
+            try:
+                call.hand_out(self._threads)
+                call.wait()
+            except BaseException:
+                call.hand_out(self._threads)    # those that were not, yet
+                call.wait()
+                raise
+            finally:
+                self._caller = None
+            self._call = None
+        return call.outcome()
 
     def end(self) -> None:
-        """End all threads, and wait `AT_EXIT` seconds for them at most: also
-        for work that a second Ctrl-C has left."""
-        places, self._places = [p for p in self._places if p], []
-        if self._call is not None:      # who has begun may wait for the rest
-            self._call.hand_out([jobs for jobs, _ in places])
-        for jobs, _ in places:
+        """End all threads, and wait `AT_EXIT` seconds for them at most. Where
+        a second Ctrl-C has left their work and ends the process, it ends at
+        once, by that signal."""
+        threads, self._threads = self._threads, []
+        if self._call is not None:
+            if getattr(sys, "last_type", None) is KeyboardInterrupt:
+                print(end="", flush=True)
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                signal.raise_signal(signal.SIGINT)
+            self._call.hand_out(threads)    # what has begun may wait for it
+        for jobs, _ in threads:
             jobs.put(None)
         end = time.monotonic() + AT_EXIT
-        for _, thread in places:
+        for _, thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
 
-    def _loop(self, i: int, jobs: Jobs) -> None:
+    def _loop(self, jobs: Jobs) -> None:
         _here.inside = True
         self._start()
         while True:
             try:
-                job = jobs.get(timeout=self._idle)
+                job = jobs.get(timeout=IDLE)
             except queue.Empty:
-                if self._leaves(i, jobs):
-                    return
-                continue
+                give_back()
+                job = jobs.get()
             if job is None:
                 return
             job()
             del job     # and what the thunk refers to
-
-    def _leaves(self, i: int, jobs: Jobs) -> bool:
-        """Whether thread `i` may end; if so, free its place.
-
-        It may not end during a call, which may be about to give it work; and
-        it does not wait for a call, which may be waiting for this thread.
-        """
-        if not self._one_call.acquire(blocking=False):
-            return False
-        try:
-            if not jobs.empty():    # of a call that two Ctrl-C ended
-                return False
-            place = self._places[i] if i < len(self._places) else None
-            if place is not None and place[0] is jobs:
-                self._places[i] = None
-            if not any(self._places):
-                give_back()
-            return True
-        finally:
-            self._one_call.release()
 
 
 class _Call:
@@ -200,8 +173,8 @@ class _Call:
         self._ending = threading.Lock()     # cheaper than an Event
         self._ending.acquire()
 
-    def hand_out(self, queues: Sequence[Jobs]) -> None:
-        for i, jobs in enumerate(queues[:len(self._once)]):
+    def hand_out(self, threads: Sequence[tuple[Jobs, Any]]) -> None:
+        for i, (jobs, _) in enumerate(threads[:len(self._once)]):
             jobs.put(partial(self._do, i))
 
     def _do(self, i: int) -> None:

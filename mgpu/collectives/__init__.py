@@ -5,8 +5,10 @@ return something. Each takes its sums in a fixed order, which its strategy
 names (`mgpu.collectives.strategies`), so that a run can be repeated bit for
 bit. Differentiable forms that return new arrays are in `mgpu.functional`.
 """
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Any
 
 from mgpu.arguments import is_integer
 from mgpu.backends import get_backend
@@ -28,18 +30,16 @@ __all__ = ["ALGORITHMS", "OPS", "AllReduce", "allgather", "allreduce",
 ALGORITHMS = STRATEGIES
 
 
-def _in_place(run: Callable[[list[list[Array]]], None],
-              lists: Sequence[list[Array]]) -> None:
-    """Call `run` on `lists` in the form that it can write to."""
+@contextlib.contextmanager
+def _written(lists: Sequence[list[Array]]) -> Iterator[list[list[Array]]]:
+    """`lists` in the form that can be written to in the block, where nothing
+    is recorded."""
     backend = get_backend()
-    # There is nothing to do for empty arrays, and mx.nd refuses to do it.
-    lists = [data for data in lists if 0 not in data[0].shape]
-    if not lists:
-        return
     with backend.scope(recording=False):
-        # ``x[:]`` needs an axis
-        run([[x if x.shape else backend.ops.flat_view(x) for x in data]
-             for data in lists])
+        # There is nothing to do for empty arrays, and mx.nd refuses to do it.
+        # ``x[:]`` needs an axis.
+        yield [[x if x.shape else backend.ops.flat_view(x) for x in data]
+               for data in lists if 0 not in data[0].shape]
 
 
 def allreduce(data: list[Array], *, op: str = "sum",
@@ -76,10 +76,9 @@ AllReduce
         "sharded" a tensor that is not contiguous; with "native" what the
         framework has no collective for. Nothing has changed then.
     """
-    arrays = check_reducible(data, op)
-    strategy = strategy_of(algorithm)
+    arrays = check_list(data)
     check_root(root, len(arrays))
-    _in_place(lambda lists: _run(strategy, lists, op, [root]), [arrays])
+    _allreduce([arrays], op, algorithm, root)
 
 
 def allreduce_many(lists: Sequence[list[Array]], *, op: str = "sum",
@@ -104,24 +103,26 @@ def allreduce_many(lists: Sequence[list[Array]], *, op: str = "sum",
         As `allreduce`, and for lists of different lengths. Nothing has
         changed then.
     """
-    strategy = strategy_of(algorithm)
+    _allreduce(lists, op, algorithm)
+
+
+def _allreduce(lists: Sequence[Any], op: str, algorithm: str | AllReduce,
+               root: int | None = None) -> None:
+    """`root`: the device that all lists are collected on."""
     columns = [check_reducible(data, op) for data in lists]
+    strategy = strategy_of(algorithm)
     lengths = sorted({len(column) for column in columns})
     if len(lengths) > 1:
         raise ValueError(f"every list must hold one array per device; "
                          f"received lists of {lengths} arrays.")
-    if not columns or lengths == [1] and not strategy.reaches_further:
-        return
-    _in_place(lambda views: _run(strategy, views, op, assign_roots(
-        [prod(data[0].shape) for data in views], lengths[0])), columns)
-
-
-def _run(strategy: AllReduce, lists: list[list[Array]], op: str,
-         roots: Sequence[int]) -> None:
-    """Reduce `lists` by `strategy`, if it can reduce all of them."""
-    given = [tuple(data) for data in lists]
-    allreduce_by(strategy, lists, op, roots)
-    if any(x is not y for data, own in zip(lists, given)
+    with _written(columns) as views:
+        if not views or lengths == [1] and not strategy.reaches_further:
+            return
+        given = [tuple(data) for data in views]
+        allreduce_by(strategy, views, op, assign_roots(
+            [prod(data[0].shape) for data in views], lengths[0])
+            if root is None else [root] * len(views))
+    if any(x is not y for data, own in zip(views, given)
            for x, y in zip(data, own)):
         raise RuntimeError(
             "a strategy writes its result into the arrays that it is given; "
@@ -134,8 +135,9 @@ def broadcast(data: list[Array], *, root: int = 0) -> None:
     `allreduce` does."""
     arrays = check_list(data)
     check_root(root, len(arrays))
-    _in_place(lambda lists: broadcast_from(
-        check_apart(lists[0]), root), [arrays])
+    with _written([arrays]) as lists:
+        for one in lists:
+            broadcast_from(check_apart(one), root)
 
 
 def reduce(data: list[Array], *, op: str = "sum", root: int = 0) -> None:
@@ -143,8 +145,9 @@ def reduce(data: list[Array], *, op: str = "sum", root: int = 0) -> None:
     they are. Raises as `allreduce` does."""
     arrays = check_reducible(data, op)
     check_root(root, len(arrays))
-    _in_place(lambda lists: reduce_to(
-        check_apart(lists[0]), op, root), [arrays])
+    with _written([arrays]) as lists:
+        for one in lists:
+            reduce_to(check_apart(one), op, root)
 
 
 def allgather(data: list[Array], *, axis: int = 0) -> list[Array]:

@@ -37,26 +37,14 @@ class AllReduce:
     array per device, of one shape and dtype, with one element or more, and
     at least one axis. Nothing is recorded. `op` is "sum", "max" or "min",
     and the caller divides for a mean, unless the class sets `divides`. A
-    strategy writes one of the two methods; a class with neither is refused
-    with TypeError.
+    strategy writes one of the two methods.
     """
 
     #: whether it takes `op` "mean" too, because it can divide at less cost
     divides = False
-    #: whether it refuses arrays that share memory, because it sees it at
-    #: less cost
-    checks_memory = False
     #: whether it adds what is not in the lists, so that it has work to do
     #: for one device too
     reaches_further = False
-
-    def __init_subclass__(cls) -> None:
-        if cls.allreduce is AllReduce.allreduce \
-                and cls.allreduce_list is AllReduce.allreduce_list:
-            raise TypeError(
-                "a strategy has a method allreduce_list(data, op, root) or "
-                f"allreduce(lists, op, roots); received {cls.__name__} with "
-                "neither. Write one of them.")
 
     def check(self, data: list[Array]) -> None:
         """Refuse a list that this strategy cannot reduce (ValueError). It is
@@ -71,7 +59,9 @@ class AllReduce:
 
     def allreduce_list(self, data: list[Array], op: str, root: int) -> None:
         """Reduce one list, in place."""
-        self.allreduce([data], op, [root])
+        raise NotImplementedError("a strategy has a method allreduce_list("
+                                  "data, op, root) or allreduce(lists, op, "
+                                  f"roots); {self!r} has neither.")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -109,8 +99,7 @@ def allreduce_by(strategy: AllReduce, lists: Sequence[list[Array]], op: str,
                  roots: Sequence[int]) -> None:
     """`strategy.allreduce`, after all checks, and the division that it
     leaves to its caller."""
-    if not strategy.checks_memory:
-        check_apart([x for data in lists for x in data])
+    check_apart([x for data in lists for x in data])
     for data in lists:
         strategy.check(data)
     if op != "mean" or strategy.divides:
@@ -215,7 +204,7 @@ class Buckets(AllReduce):
     def allreduce(self, lists: Sequence[list[Array]], op: str,
                   roots: Sequence[int]) -> None:
         backend = get_backend()
-        for bucket in self.pack(lists):
+        for bucket in pack(lists, self.bucket_bytes):
             if len(bucket) == 1:
                 backend.library_allreduce(bucket[0], op)
                 continue
@@ -231,20 +220,23 @@ class Buckets(AllReduce):
                     data[i][:] = whole[begin:end]
                     begin = end
 
-    def pack(self, lists: Sequence[list[Array]]) -> list[list[list[Array]]]:
-        """Lists of one dtype, in their order, cut where a bucket is full."""
-        buckets: list[list[list[Array]]] = []
-        open_: dict[str, tuple[list[list[Array]], int]] = {}
-        for data in lists:
-            dtype = dtype_name(data[0])
-            size = prod(data[0].shape) * ITEMSIZE[dtype]
-            bucket, room = open_.get(dtype, ([], 0))
-            if size > room:
-                bucket, room = [], self.bucket_bytes
-                buckets.append(bucket)
-            bucket.append(data)
-            open_[dtype] = bucket, room - size
-        return buckets
+
+def pack(lists: Sequence[list[Array]], limit: int
+         ) -> list[list[list[Array]]]:
+    """Lists of one dtype, in their order, in buckets of up to `limit` bytes
+    of each device."""
+    buckets: list[list[list[Array]]] = []
+    open_: dict[str, tuple[list[list[Array]], int]] = {}
+    for data in lists:
+        dtype = dtype_name(data[0])
+        size = prod(data[0].shape) * ITEMSIZE[dtype]
+        bucket, room = open_.get(dtype, ([], 0))
+        if size > room:
+            bucket, room = [], limit
+            buckets.append(bucket)
+        bucket.append(data)
+        open_[dtype] = bucket, room - size
+    return buckets
 
 
 class HostMemory(AllReduce):
@@ -252,7 +244,7 @@ class HostMemory(AllReduce):
     the memory that CPU devices have in common. The sum is
     ``x[0] + x[1] + ...``. Elsewhere: `Balanced`, with the same order."""
 
-    divides = checks_memory = True      # while a block is in the cache
+    divides = True      # while a block is in the cache
 
     def allreduce(self, lists: Sequence[list[Array]], op: str,
                   roots: Sequence[int]) -> None:
@@ -288,17 +280,18 @@ class Auto(AllReduce):
     """`Buckets` for arrays on CUDA cards that the framework's collective
     connects, `HostMemory` for all others."""
 
-    divides = checks_memory = True
+    divides = True
 
     def allreduce(self, lists: Sequence[list[Array]], op: str,
                   roots: Sequence[int]) -> None:
-        backend = get_backend()
-        fast = [backend.library_reduces(data) for data in lists]
-        for strategy, chosen in ((Buckets(), True), (HostMemory(), False)):
-            own = [i for i, is_fast in enumerate(fast) if is_fast is chosen]
-            if own:
-                allreduce_by(strategy, [lists[i] for i in own], op,
-                             [roots[i] for i in own])
+        parts: dict[bool, Any] = {}
+        for data, root in zip(lists, roots, strict=True):
+            parts.setdefault(get_backend().library_reduces(data), []).append(
+                (data, root))
+        for fast, part in parts.items():
+            allreduce_by(Buckets() if fast else HostMemory(),
+                         [data for data, _ in part], op,
+                         [root for _, root in part])
 
 
 #: by the name that ``algorithm=`` and ``allreduce=`` take

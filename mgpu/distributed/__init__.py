@@ -16,6 +16,7 @@ import importlib
 import os
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from mgpu import environment
@@ -28,9 +29,9 @@ __all__ = ["ModelMismatch", "Span", "UnevenWork", "World", "WorkerError",
            "WorkerFailed", "WorkerLost", "barrier", "current", "gather",
            "init", "is_main", "local_rank", "rank", "shutdown", "world_size"]
 
-#: the module of each engine: its function ``join`` returns a `world.Engine`
-ENGINES = {"torch": "mgpu.distributed._gloo",
-           "kvstore": "mgpu.distributed._kvstore"}
+#: the module and the class of each `world.Engine`
+ENGINES = {"torch": ("mgpu.distributed._gloo", "Gloo"),
+           "kvstore": ("mgpu.distributed._kvstore", "KVStore")}
 
 
 def rank() -> int:
@@ -107,9 +108,9 @@ def init(*, timeout: float | None = None, start_timeout: float = 60.0,
     own = _environment()
     if own["size"] == 1:
         return current()
-    entry = importlib.import_module(ENGINES[engine])
-    world = World(entry.join(timeout, start_timeout, **own),
-                  own["restarts"])
+    module, kind = ENGINES[engine]
+    world = World(getattr(importlib.import_module(module), kind)(
+        timeout, start_timeout, **own), own["restarts"])
     enter(world)
     _leave_at_exit(world)
     world.agree("mgpu.distributed.init", {
@@ -128,60 +129,45 @@ def _environment() -> dict[str, Any]:
             f"MASTER_PORT in its environment; {', '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing. Start it by "
             "mgpu launch or by torchrun.")
-    try:
-        rank, size, port = (int(os.environ[name]) for name in (
-            "RANK", "WORLD_SIZE", "MASTER_PORT"))
-    except ValueError as error:
-        raise ValueError("RANK, WORLD_SIZE and MASTER_PORT are whole "
-                         f"numbers; received {error}.") from None
+    rank, size, port = (int(os.environ[name]) for name in (
+        "RANK", "WORLD_SIZE", "MASTER_PORT"))
     if not 0 <= rank < size:
         raise ValueError(f"RANK is from 0 to WORLD_SIZE - 1; received {rank} "
                          f"of {size}. Start the processes by mgpu launch.")
     return {"rank": rank, "size": size, "host": os.environ["MASTER_ADDR"],
-            "port": port,
-            "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT",
-                                           "0"))}
+            "port": port, "restarts": int(os.environ.get(
+                "TORCHELASTIC_RESTART_COUNT", "0"))}
 
 
-class _Ending:
-    """How this process comes to its end."""
-
-    def __init__(self) -> None:
-        self.error: str | None = None
-        self.status = 0     # of the process, as far as that is known
-
-    def note(self, error: BaseException) -> None:
-        self.error = in_words(error)
-        self.status = 130 if isinstance(error, KeyboardInterrupt) else 1
-
-
-_ending = _Ending()
+#: the error that ends this process, and its status, as far as they are known
+_ending = SimpleNamespace(error=None, status=0)
 
 
 def _leave_at_exit(world: World) -> None:
     hook, thread_hook, leave = sys.excepthook, threading.excepthook, sys.exit
 
-    def noting(kind: Any, error: Any, trace: Any) -> None:
-        _ending.note(error)
+    def excepthook(kind: Any, error: Any, trace: Any) -> None:
+        _ending.error = in_words(error)
+        _ending.status = 130 if kind is KeyboardInterrupt else 1
         hook(kind, error, trace)
         # A thread may wait for others in the place of this one.
         current().give_up(error)
 
-    def noting_thread(arguments: Any) -> None:
+    def excepthook_of_thread(arguments: Any) -> None:
         if arguments.exc_value is not None:
-            _ending.error = "in the thread " + repr(getattr(
-                arguments.thread, "name", None)) \
-                + f", {in_words(arguments.exc_value)}"
+            name = getattr(arguments.thread, "name", None)
+            _ending.error = f"in the thread {name!r}, " \
+                + in_words(arguments.exc_value)
         thread_hook(arguments)
 
-    def noting_exit(status: Any = None) -> NoReturn:
+    def exit_with(status: Any = None) -> NoReturn:
         _ending.status = status if isinstance(status, int) \
             else int(status is not None)
         if _ending.status:
             _ending.error = f"sys.exit({status!r})"
         leave(status)
-    sys.excepthook, threading.excepthook = noting, noting_thread
-    sys.exit = noting_exit
+    sys.excepthook, sys.exit = excepthook, exit_with
+    threading.excepthook = excepthook_of_thread
     atexit.register(_end, world)
 
 

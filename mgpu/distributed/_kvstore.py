@@ -8,37 +8,30 @@ Rank 0 starts the scheduler and the server. They end with it.
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mgpu.backends import mxnet_compat
-from mgpu.distributed import _gloo
+from mgpu.distributed._gloo import Gloo, in_thread, listening, own_address
 from mgpu.errors import WorkerLost
 
 #: what a scheduler or a server runs: to import MXNet is to serve
 _ROLE = "import mgpu; mgpu.mxnet_compat()"
-#: seconds between two looks at the scheduler and the server
+#: seconds between two looks at the scheduler, the server and the notes of
+#: other ranks
 _LOOK = 0.05
-#: seconds of waiting after which notes of other ranks are looked for
-_NOTES = 0.5
 #: seconds that a process waits for the store to end
 _LEAVING = 5
 
 
-def join(timeout: float, start_timeout: float, **place: Any) -> "KVStore":
-    """The store of all ranks. Raises as `mgpu.distributed.init`."""
-    control = _gloo.join(timeout, start_timeout, **place)
-    return KVStore(control, place["host"], start_timeout)
-
-
-class KVStore:
+class KVStore(Gloo):
     """``dist_sync`` with ``update_on_kvstore=False``."""
 
     name = "kvstore"
@@ -46,124 +39,67 @@ class KVStore:
     #: others in float32
     dtypes = ("float32",)
 
-    def __init__(self, control: _gloo.Gloo, host: str, start_timeout: float
+    def __init__(self, timeout: float, start_timeout: float, **place: Any
                  ) -> None:
-        self._control = control
-        self.rank, self.size = control.rank, control.size
-        self.timeout = control.timeout
-        self._held = True       # which the end of the process waits for
+        super().__init__(timeout, start_timeout, **place)
         self._roles: dict[str, subprocess.Popen] = {}
         self._keys: dict[int, tuple[int, Any]] = {}     # by length
-        own = _own_address(host)
-        port = control.allgather(str(_free_port(own)).encode())[0].decode()
+        own = own_address(place["host"])
+        with listening(own, 0) as free:
+            port = free.getsockname()[1]
         os.environ.update({
-            "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": port,
+            "DMLC_PS_ROOT_URI": place["host"],
+            "DMLC_PS_ROOT_PORT": self.allgather(b"%d" % port)[0].decode(),
             "DMLC_NODE_HOST": own, "DMLC_NUM_SERVER": "1",
             "DMLC_NUM_WORKER": str(self.size), "DMLC_ROLE": "worker"})
         if self.rank == 0:
             self._roles = {role: _start(role)
                            for role in ("scheduler", "server")}
-        mx = mxnet_compat()
-        self._mx = mx
-        self._store = self._limited(
-            lambda: mx.kvstore.create("dist_sync"), start_timeout)
-
-    @property
-    def stops(self) -> Callable[[dict[int, Any]], bool]:
-        return self._control.stops
-
-    @stops.setter
-    def stops(self, value: Callable[[dict[int, Any]], bool]) -> None:
-        self._control.stops = value
-
-    @property
-    def pending(self) -> bool:
-        return self._held or self._control.pending
-
-    def post(self, note: Any) -> None:
-        self._control.post(note)
-
-    def notes(self) -> dict[int, Any]:
-        return self._control.notes()
-
-    def allgather(self, payload: bytes) -> list[bytes]:
-        return self._control.allgather(payload)
-
-    def broadcast(self, flat: np.ndarray, root: int) -> None:
-        self._control.broadcast(flat, root)
-
-    def allreduce_native(self, x: Any, op: str) -> bool:
-        return False
+        self._mx = mxnet_compat()
+        self._kvstore = self._limited(
+            lambda: self._mx.kvstore.create("dist_sync"), start_timeout)
 
     def allreduce(self, arrays: Sequence[np.ndarray], op: str) -> None:
         for flat in arrays:
-            self._allreduce(flat, op)
+            if op == "sum" and flat.dtype == np.float32:
+                self._limited(partial(self._sum, flat), self.timeout)
+            else:
+                super().allreduce([flat], op)
 
-    def _allreduce(self, flat: np.ndarray, op: str) -> None:
-        if op != "sum" or flat.dtype != np.float32:
-            self._control.allreduce([flat], op)
-            return
-
-        def exchange() -> None:
-            key, pulled = self._key(len(flat))
-            # A copy: a pull on a CPU writes to the array that was pushed.
-            self._store.push(key, self._mx.nd.array(flat, dtype="float32"))
-            self._store.pull(key, out=pulled)
-            flat[...] = pulled.asnumpy()
-        self._limited(exchange, self.timeout)
-
-    def _key(self, length: int) -> tuple[int, Any]:
-        """The key of arrays of this length, and the array that a pull fills;
-        made by all ranks in one order."""
-        if length not in self._keys:
-            key, empty = len(self._keys), self._mx.nd.zeros(length)
-            self._store.init(key, empty)
-            self._keys[length] = key, empty
-        return self._keys[length]
+    def _sum(self, flat: np.ndarray) -> None:
+        # A key for each length; all ranks make them in one order.
+        if len(flat) not in self._keys:
+            key, pulled = len(self._keys), self._mx.nd.zeros(len(flat))
+            self._kvstore.init(key, pulled)
+            self._keys[len(flat)] = key, pulled
+        key, pulled = self._keys[len(flat)]
+        # A copy: a pull on a CPU writes to the array that was pushed.
+        self._kvstore.push(key, self._mx.nd.array(flat, dtype="float32"))
+        self._kvstore.pull(key, out=pulled)
+        flat[...] = pulled.asnumpy()
 
     def _limited(self, call: Callable[[], Any], seconds: float,
                  leaving: bool = False) -> Any:
-        """``call()``, in a thread that is left behind where it takes longer:
-        no signal reaches a call that waits for the store. `leaving`: the
-        scheduler and the server may end."""
-        found: list[Any] = []
-        done = threading.Event()
-
-        def run() -> None:
-            try:
-                found.append((call(), None))
-            except BaseException as error:
-                found.append((None, error))
-            done.set()
-        threading.Thread(target=run, daemon=True).start()
-        looked = time.monotonic()
-        end = looked + seconds
+        """``call()``, which waits for the store, and is left behind where it
+        takes longer. `leaving`: the scheduler and the server may end."""
+        future, end = in_thread(call), time.monotonic() + seconds
         while True:
-            answered = done.wait(_LOOK)
+            futures.wait([future], _LOOK)
             ended = [name for name, role in self._roles.items()
                      if role.poll() is not None]
+            what = ""
             if ended and not leaving:
-                raise self._lost(f"the {' and the '.join(ended)} of the "
-                                 "store has ended")
-            if answered:
-                break
-            if self._control.closed:
-                raise WorkerLost("this process has left the job")
-            if time.monotonic() > looked + _NOTES and not leaving:
-                looked = time.monotonic()
-                if self.stops(self.notes()):
-                    raise WorkerLost("other ranks have left the job")
-            if time.monotonic() > end:
-                raise self._lost(f"the store did not answer within "
-                                 f"{seconds:g} s")
-        result, error = found[0]
-        if error is not None:
-            raise error
-        return result
-
-    @staticmethod
-    def _lost(what: str) -> WorkerLost:
-        return WorkerLost(f"{what} (gradients are added up in a KVStore)")
+                what = f"the {' and the '.join(ended)} of the store has ended"
+            elif future.done():
+                return future.result()
+            elif time.monotonic() > end:
+                what = f"the store did not answer within {seconds:g} s"
+            if what:
+                raise WorkerLost(f"{what} (gradients are added up in a "
+                                 "KVStore)")
+            self.check_open()
+            if not leaving and self.notes():
+                raise WorkerLost("other ranks have left the job")
 
     def close(self, alike: bool, stays: bool = False) -> None:
         """`alike`: all ranks close now, and wait for each other, as the store
@@ -171,11 +107,11 @@ class KVStore:
         if alike:
             try:        # the store's own barrier, which may last for ever
                 self._limited(self._let_go, _LEAVING, leaving=True)
-                self._held = False
             except WorkerLost as error:
                 print(f"mgpu: {error}", file=sys.stderr)
                 alike = False
-        self._control.close(alike, stays)
+        super().close(alike, stays)
+        self.pending |= not alike
         for role in self._roles.values():
             try:
                 role.wait(_LEAVING if alike else 0)
@@ -184,7 +120,7 @@ class KVStore:
                 role.wait()
 
     def _let_go(self) -> None:
-        self._store = None
+        self._kvstore = None
 
 
 def _start(role: str) -> subprocess.Popen:
@@ -194,16 +130,3 @@ def _start(role: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-c", _ROLE, role], preexec_fn=with_this_process,
         env={**os.environ, "DMLC_ROLE": role})
-
-
-def _own_address(host: str) -> str:
-    """The address of this machine towards `host`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))        # sends nothing
-        return str(probe.getsockname()[0])
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as server:
-        server.bind((address, 0))
-        return int(server.getsockname()[1])

@@ -3,6 +3,7 @@ and starts all again where one fails."""
 import contextlib
 import errno
 import fcntl
+import io
 import logging
 import os
 import signal
@@ -13,26 +14,24 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (RunResult, WorkerGroup,
-                                                        WorkerSpec,
-                                                        WorkerState)
+                                                        WorkerSpec)
 from torch.distributed.elastic.agent.server.local_elastic_agent import (
     LocalElasticAgent)
 from torch.distributed.elastic.multiprocessing import (LogsDest, LogsSpecs,
                                                        SignalException)
-from torch.distributed.elastic.rendezvous import (RendezvousHandler,
-                                                  RendezvousInfo,
-                                                  RendezvousStoreInfo)
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
     C10dRendezvousBackend)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler, RendezvousTimeout)
 
-from mgpu.distributed._gloo import listening
-from mgpu.distributed.launch import Job
+from mgpu.distributed._gloo import listening, own_address
+from mgpu.distributed.launch import Job, verdict
 from mgpu.distributed.world import in_words
 
 #: seconds that the other ranks have to notice a failure, and to end
@@ -60,17 +59,17 @@ os.execv(command[0], command)
 
 def run(job: Job) -> int:
     """Run the processes of `job` on this machine; the status."""
-    own = {signal_: signal.getsignal(signal_) for signal_ in _SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     agent, stays = None, False
     with _settings():
         try:
-            agent = _Agent(job, _meeting(job) if job.rdzv else _Alone())
+            agent = _Agent(job, _rendezvous(job))
             result = agent.run()
             # None: the machines that were wanted are there without this one.
-            status = 1 if result is None or result.is_failed() else 0
+            return 1 if result is None or result.is_failed() else 0
         except SignalException as error:
-            for signal_ in _SIGNALS:
-                signal.signal(signal_, signal.SIG_IGN)
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
             job.say(f"ended by {signal.Signals(error.sigval).name}")
             # After SIGTERM another machine may take the place of this one.
             stays = error.sigval != signal.SIGINT
@@ -81,101 +80,60 @@ def run(job: Job) -> int:
                     f"{job.start_timeout:g} s, and stay; they do not "
                     f"({' '.join(in_words(error).split())[:200]}). Start "
                     "them again, all with the same --nnodes and --rdzv.")
-            status = 1
+            return 1
         finally:
             if agent is not None:
                 agent.leave(stays)
-            for signal_, handler in own.items():
-                signal.signal(signal_, handler)
-    return status
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
     """Workers find each other by a store of their own, which a restart makes
     anew: in that of the agent they would find addresses of the last time. The
-    agent's own log is silent; `Job.failed` says what it says, in order."""
-    name, value = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"
-    before = os.environ.get(name)
-    os.environ[name] = value
+    agent's own log is silent; `_Agent` says what it says, in order. What it
+    copies from rank 0 is shown at once."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        yield
+        with mock.patch.dict(os.environ,
+                             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"):
+            yield
     finally:
         logging.disable(level)
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
-class _Alone(RendezvousHandler):
-    """One machine: it has nobody to meet, and needs no socket for it."""
+class _Rendezvous(DynamicRendezvousHandler):
+    """Machines meet at a store that one of them has. That one leaves last:
+    the others would find their store gone."""
 
-    def __init__(self) -> None:
-        self._store, self._round = dist.HashStore(), 0
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        self._round += 1
-        with listening("127.0.0.1", 0) as free:
-            port = free.getsockname()[1]
-        return RendezvousInfo(
-            dist.PrefixStore(str(self._round), self._store), 0, 1,
-            RendezvousStoreInfo("127.0.0.1", port))
-
-    use_agent_store = False
-
-    def get_backend(self) -> str:
-        return "mgpu"
-
-    def get_run_id(self) -> str:
-        return "mgpu"
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
-
-
-class _Meeting(DynamicRendezvousHandler):
-    """Several machines, which meet at a store that one of them has. That one
-    leaves last: the others would find their store gone."""
-
-    #: keys of the store: how many machines have come, and have left
-    _CAME, _LEFT = "mgpu/came", "mgpu/left"
-
-    _has_store = False
-
-    def come(self, has_store: bool) -> None:
-        self._has_store = has_store
-        self._store.add(self._CAME, 1)
+    #: how many machines leave before this one does
+    waits_for = 0
 
     def shutdown(self) -> bool:
         done = super().shutdown()
         with contextlib.suppress(dist.DistError):
-            left = self._store.add(self._LEFT, 1)
+            left = self._store.add("mgpu/left", 1)
             end = time.monotonic() + _LEAVE
-            while self._has_store and left < self._store.add(self._CAME, 0) \
-                    and time.monotonic() < end:
+            while left <= self.waits_for and time.monotonic() < end:
                 time.sleep(0.02)
-                left = self._store.add(self._LEFT, 0)
+                left = self._store.add("mgpu/left", 0)
         return done
 
 
-def _meeting(job: Job) -> RendezvousHandler:
-    """Several machines: they meet at an address of one of them, which listens
-    there and nowhere else."""
-    assert job.rdzv is not None
-    host, port = job.rdzv
+def _rendezvous(job: Job) -> _Rendezvous:
+    """The machines of the job meet at an address of one of them, which
+    listens there and nowhere else. One machine meets itself on loopback."""
+    host, port = job.rdzv or ("127.0.0.1", 0)
+    more: dict[str, Any] = {}
     try:
-        server = listening(host, port).detach()
+        own = own_address(host)
+        with listening(host, port) as server:
+            port = server.getsockname()[1]
+            more["master_listen_fd"] = server.detach()
     except socket.gaierror as error:
         raise ValueError(f"--rdzv names a machine; {host!r} is not known "
                          f"here ({error}).") from error
@@ -183,32 +141,20 @@ def _meeting(job: Job) -> RendezvousHandler:
         # another machine's address, or this one listens there already
         if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             raise
-        server = None
-    more = {} if server is None else {"master_listen_fd": server}
-    store = dist.TCPStore(host, port, None, server is not None,
+    store = dist.TCPStore(host, port, None, bool(more),
                           timedelta(seconds=job.start_timeout),
                           wait_for_workers=False, **more)
-    own = _own_address(host, port)
     interface = _interface(own)
     if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
         # else gloo takes that of the machine's name, perhaps loopback
         job.variables["GLOO_SOCKET_IFNAME"] = interface
-    meeting = _Meeting.from_backend(
+    found = _Rendezvous.from_backend(
         "mgpu", store, C10dRendezvousBackend(store, "mgpu"), job.machines,
         job.machines, own, RendezvousTimeout(
             timedelta(seconds=job.start_timeout)),
         keep_alive_interval=_ALIVE)
-    meeting.come(server is not None)
-    return meeting
-
-
-def _own_address(host: str, port: int) -> str:
-    """The address of this machine from which `host` is reached."""
-    family, _, _, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)      # sends nothing
-        return str(probe.getsockname()[0])
+    found.waits_for = job.machines - 1 if more else 0
+    return found
 
 
 def _interface(address: str) -> str | None:
@@ -226,46 +172,56 @@ def _interface(address: str) -> str | None:
 
 
 class _Logs(LogsSpecs):
-    """The files of each rank, by its number among all; and what else its
-    environment has."""
+    """The files of each rank, by its number among all, of which those of rank
+    0 are shown; and what else its environment has."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
-        self._job = job
+        self._job, self._starts = job, 0
 
     @property
     def root_log_dir(self) -> str:
         return str(self._job.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        for env in envs.values():
+        more = f".restart-{self._starts}" if self._starts else ""
+        files: dict[str, dict[int, str]] = {}
+        for local, env in envs.items():
             env.update(self._job.variables)
-        ranks = {local: int(env["RANK"]) for local, env in envs.items()}
-        self._job.begin(list(ranks.values()))
-        files = {local: self._job.files[rank]
-                 for local, rank in ranks.items()}
-        return LogsDest({i: out for i, (out, _) in files.items()},
-                        {i: err for i, (_, err) in files.items()}, {}, {},
-                        dict.fromkeys(files, os.devnull))
+            name = f"rank-{env['RANK']}"
+            if not more:    # an earlier job may have had this folder
+                for old in self._job.folder.glob(f"{name}.restart-*.*"):
+                    old.unlink()
+            for end in ("out", "err"):
+                files.setdefault(end, {})[local] = str(
+                    self._job.folder / f"{name}{more}.{end}")
+        self._starts += 1
+        self._job.errors = {int(env["RANK"]): files["err"][local]
+                            for local, env in envs.items()}
+        shown = [{local: path for local, path in one.items()
+                  if envs[local]["RANK"] == "0"} for one in files.values()]
+        return LogsDest(files["out"], files["err"], *shown,
+                        dict.fromkeys(envs, os.devnull))
 
 
 class _Agent(LocalElasticAgent):
     """torchrun's agent. Where a rank fails, the others have time to notice,
     so that their logs tell; then all are ended."""
 
-    def __init__(self, job: Job, meeting: RendezvousHandler) -> None:
-        self._job, self._meeting = job, meeting
-        self._failed_at: float | None = None
+    def __init__(self, job: Job, rendezvous: RendezvousHandler) -> None:
+        self._job, self._rendezvous_handler = job, rendezvous
         # The agent replaces $ in arguments.
         command = [str(os.getpid()), sys.executable, "-u", job.script,
                    *job.arguments]
+        # A line of rank 0 is shown behind its role, which is "".
         super().__init__(WorkerSpec(
-            role="mgpu", local_world_size=job.processes,
+            role="", local_world_size=job.processes,
             entrypoint=sys.executable, args=(
                 "-I", "-S", "-c", _BEGIN,
                 *(text.replace("$", "$$") for text in command)),
-            rdzv_handler=meeting, max_restarts=job.max_restarts,
+            rdzv_handler=rendezvous, max_restarts=job.max_restarts,
             monitor_interval=0.1), _Logs(job),
+            log_line_prefix_template="${role_name}",
             shutdown_timeout=_END_BY_SIGNAL)
 
     def _processes(self) -> dict[int, Any]:
@@ -276,19 +232,19 @@ class _Agent(LocalElasticAgent):
                 for worker in self._worker_group.workers
                 if worker.local_rank in handlers}
 
+    def _statuses(self) -> dict[int, int | None]:
+        return {rank: process.poll()
+                for rank, process in self._processes().items()}
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        statuses = {rank: process.poll()
-                    for rank, process in self._processes().items()}
-        if not any(statuses.values()):
-            self._failed_at = None
-        else:
-            now = time.monotonic()
-            self._failed_at = self._failed_at or now
-            if None in statuses.values() \
-                    and now - self._failed_at < _NOTICE:
-                return RunResult(WorkerState.HEALTHY)
+        statuses, end = self._statuses(), time.monotonic() + _NOTICE
+        if any(statuses.values()):
+            while None in statuses.values() and time.monotonic() < end:
+                time.sleep(0.05)
+                statuses = self._statuses()
             self._end(signal.SIGTERM, _END)
-            self._job.failed(statuses)
+            for line in verdict(statuses, self._job.errors):
+                self._job.say(line)
             if self._remaining_restarts:
                 self._job.say(
                     "all processes start again, restart "
@@ -320,4 +276,4 @@ class _Agent(LocalElasticAgent):
         self._end(signal.SIGKILL, 1)
         if not stays:
             with contextlib.suppress(RendezvousError):
-                self._meeting.shutdown()
+                self._rendezvous_handler.shutdown()

@@ -1,10 +1,10 @@
 """Start the processes of a job on this machine, watch them, and say which
 one failed: what ``mgpu launch`` does.
 
-torchrun's agent is what starts and restarts them (`_torchrun`). Here is what
-it leaves open: logs by rank, and which rank is the cause of a failure.
+torchrun's agent is what starts and restarts them, and shows the output of rank
+0 (`_torchrun`). Here is what it leaves open: which rank is the cause of a
+failure.
 """
-import contextlib
 import importlib
 import os
 import re
@@ -12,19 +12,21 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from mgpu import backends, environment, errors
+from mgpu import backends, environment
 from mgpu.arguments import integer, number, one_of
 
 #: lines of a traceback that are shown, and ranks besides the first
 _LINES, _OTHERS = 25, 8
 #: bytes at the end of a log in which a traceback is looked for
 _TAIL = 1 << 16
+#: errors with which a rank reports on others
+_REPORTS = tuple(f"mgpu.errors.{name}" for name in (
+    "WorkerError", "WorkerLost", "WorkerFailed", "UnevenWork",
+    "ModelMismatch"))
 
 
 def launch(script: str, arguments: Sequence[str] = (), *, processes: int,
@@ -82,20 +84,37 @@ def launch(script: str, arguments: Sequence[str] = (), *, processes: int,
     if not os.path.isfile(script):
         raise FileNotFoundError(f"launch runs a Python file; {script!r} is "
                                 "none. Name a script.")
-    job = Job(script, list(arguments), integer("processes", processes, 1),
+    variables = {
+        "MGPU_ENGINE": engine,
+        "MGPU_BACKEND": backends.ALIASES.get(backend or "", backend),
+        "MGPU_TIMEOUT": None if timeout is None
+        else f"{number('timeout', timeout, 0):g}"}
+    integer("processes", processes, 1)
+    if "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = str(
+            max(1, environment.cpu_cores() // processes))
+    job = Job(script, list(arguments), processes,
               integer("max_restarts", max_restarts, 0),
               integer("machines", machines, 1), _address(rdzv, machines),
-              number("start_timeout", start_timeout, 0), _variables(
-                  processes, MGPU_ENGINE=engine,
-                  MGPU_BACKEND=backends.ALIASES.get(backend or "", backend),
-                  MGPU_TIMEOUT=None if timeout is None
-                  else f"{number('timeout', timeout, 0):g}"))
+              number("start_timeout", start_timeout, 0),
+              {name: value for name, value in variables.items() if value})
     environment.package("torch", "mgpu launch, whose processes torchrun "
                         "starts,")
     agent = importlib.import_module("mgpu.distributed._torchrun")
-    with _logs(job, log_dir):
-        job.status = agent.run(job)
-    return job.status
+    if log_dir is not None:
+        os.makedirs(log_dir, exist_ok=True)
+    job.folder = Path(log_dir or tempfile.mkdtemp(prefix="mgpu-launch-"))
+    job.say(f"starts {job.processes} process{'es' * (job.processes > 1)}; "
+            f"the output of each is in {job.folder}")
+    status = 1
+    try:
+        status = agent.run(job)
+    finally:
+        if status:
+            job.say(f"the output of each rank is kept in {job.folder}")
+        elif log_dir is None:
+            shutil.rmtree(job.folder, ignore_errors=True)
+    return status
 
 
 def _address(rdzv: str | None, machines: int) -> tuple[str, int] | None:
@@ -113,18 +132,11 @@ def _address(rdzv: str | None, machines: int) -> tuple[str, int] | None:
     return host.strip("[]"), int(port)
 
 
-def _variables(processes: int, **given: str | None) -> dict[str, str]:
-    """What the processes have in their environment besides ours."""
-    found = {name: value for name, value in given.items() if value}
-    if "OMP_NUM_THREADS" not in os.environ:
-        found["OMP_NUM_THREADS"] = str(
-            max(1, environment.cpu_cores() // processes))
-    return found
-
-
 @dataclass
 class Job:
-    """What runs, and what has become of it."""
+    """What runs. `variables`: what the processes have in their environment
+    besides ours; `errors`: the file with the standard error of each rank of
+    this machine."""
 
     script: str
     arguments: list[str]
@@ -135,42 +147,7 @@ class Job:
     start_timeout: float
     variables: dict[str, str]
     folder: Path = Path()
-    status: int = 1
-    #: of each rank of this machine: its two files
-    files: dict[int, tuple[str, str]] = field(default_factory=dict)
-    starts: int = 0
-    _shown: list["_Shown"] = field(default_factory=list)
-
-    def begin(self, ranks: Sequence[int]) -> None:
-        """Processes with these ranks are about to start: name their files,
-        and show those of rank 0."""
-        self.end()
-        if not self.starts:     # an earlier job may have had this folder
-            for rank in ranks:
-                for old in self.folder.glob(f"rank-{rank}.restart-*.*"):
-                    old.unlink()
-        more = f".restart-{self.starts}" if self.starts else ""
-        self.starts += 1
-        self.files = {rank: (
-            str(self.folder / f"rank-{rank}{more}.out"),
-            str(self.folder / f"rank-{rank}{more}.err")) for rank in ranks}
-        for path, stream in zip(self.files.get(0, ()), (sys.stdout,
-                                                        sys.stderr)):
-            Path(path).touch()
-            self._shown.append(_Shown(path, stream))
-
-    def end(self) -> None:
-        """All that rank 0 has written is shown."""
-        for one in self._shown:
-            one.end()
-        self._shown.clear()
-
-    def failed(self, statuses: Mapping[int, int | None]) -> None:
-        """Say what became of each rank; None: it still ran."""
-        self.end()
-        for line in verdict(statuses, {
-                rank: err for rank, (_, err) in self.files.items()}):
-            self.say(line)
+    errors: dict[int, str] = field(default_factory=dict)
 
     @staticmethod
     def say(text: str) -> None:
@@ -178,66 +155,7 @@ class Job:
         print(f"mgpu: {text}", file=sys.stderr, flush=True)
 
 
-class _Shown(threading.Thread):
-    """Copies what is appended to a file to a stream."""
-
-    def __init__(self, path: str, stream: Any) -> None:
-        super().__init__(daemon=True)
-        self._path, self._stream = path, stream
-        self._ended = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        # A stream that nobody reads on stops this copy; the file has all.
-        with open(self._path, "rb") as file, contextlib.suppress(
-                BrokenPipeError, ValueError):
-            last = False
-            while not last:
-                last = self._ended.wait(0.05)
-                data = file.read()
-                if not data:
-                    continue
-                if hasattr(self._stream, "buffer"):
-                    self._stream.buffer.write(data)
-                else:
-                    self._stream.write(data.decode(errors="replace"))
-                self._stream.flush()
-
-    def end(self) -> None:
-        self._ended.set()
-        self.join()
-
-
-@contextlib.contextmanager
-def _logs(job: Job, folder: str | None) -> Any:
-    """The folder of the logs, while the job runs, and after it where it is
-    wanted."""
-    if folder is not None:
-        os.makedirs(folder, exist_ok=True)
-    job.folder = Path(folder or tempfile.mkdtemp(prefix="mgpu-launch-"))
-    job.say(f"starts {job.processes} process{'es' * (job.processes > 1)}; "
-            f"the output of each is in {job.folder}")
-    try:
-        yield
-    finally:
-        job.end()
-        if folder is None and job.status == 0:
-            shutil.rmtree(job.folder, ignore_errors=True)
-        elif job.status:
-            job.say(f"the output of each rank is kept in {job.folder}")
-
-
 # -- which rank is the cause --------------------------------------------------
-
-class _Fate(NamedTuple):
-    """What became of a rank. `cause`: 0 where it failed by itself, 1 where
-    it reports on others, 2 where it still ran."""
-
-    cause: int
-    rank: int
-    said: str               # in one line
-    lines: list[str]        # of its traceback
-
 
 def verdict(statuses: Mapping[int, int | None], logs: Mapping[int, str]
             ) -> list[str]:
@@ -253,57 +171,43 @@ def verdict(statuses: Mapping[int, int | None], logs: Mapping[int, str]
     """
     fates = sorted(_fate(rank, status, logs[rank])
                    for rank, status in statuses.items() if status != 0)
-    if not fates:
-        return []
-    first, others = fates[0], fates[1:]
-    found = [f"rank {first.rank} {first.said}"]
-    # That of rank 0 has been shown.
-    if first.lines and first.rank and not first.cause:
-        found[0] += f"; the end of {logs[first.rank]}:\n" \
-            + "\n".join(first.lines)
-    found += [f"rank {fate.rank} {fate.said}" for fate in others[:_OTHERS]]
-    if others[_OTHERS:]:
-        found.append(f"and {len(others) - _OTHERS} ranks more")
+    found = [said for *_, said, _ in fates[:1 + _OTHERS]]
+    if found:
+        found[0] += fates[0][-1]
+    if fates[len(found):]:
+        found.append(f"and {len(fates) - len(found)} ranks more")
     return found
 
 
-def _fate(rank: int, status: int | None, log: str) -> _Fate:
-    lines = _end_of(log)
-    error = next((line for line in lines[1:] if line[:1].strip()), "") \
-        if lines and lines[0].startswith("Traceback") else ""
+def _fate(rank: int, status: int | None, log: str
+          ) -> tuple[int, int, str, str]:
+    """0 where a rank failed by itself, 1 where it reports on others, 2 where
+    it still ran; the rank; what became of it; and the end of its log."""
     if status is None:
-        return _Fate(2, rank, "still ran, and was ended", [])
+        return 2, rank, f"rank {rank} still ran, and was ended", ""
+    lines = _end_of(log)
+    said, cause = f"rank {rank} ended with status {status}", 0
     if status < 0:
-        name = signal.Signals(-status).name
-        return _Fate(0, rank, f"was ended by {name}", lines)
-    said = f"ended with status {status}" + (f": {error}" if error else "")
-    return _Fate(int(_of_others(error)), rank, said, lines)
-
-
-def _of_others(error: str) -> bool:
-    """Whether the last line of a traceback tells of another rank."""
-    named = re.match(r"mgpu\.errors\.(\w+)", error)
-    kind = getattr(errors, named[1], object) if named else object
-    return isinstance(kind, type) and issubclass(kind, errors.WorkerError)
+        said = f"rank {rank} was ended by {signal.Signals(-status).name}"
+    elif lines and lines[0].startswith("Traceback"):
+        error = next((x for x in lines[1:] if x[:1].strip()), "")
+        said += f": {error}" * bool(error)
+        cause = int(error.startswith(_REPORTS))
+    # That of rank 0 has been shown.
+    return cause, rank, said, "\n".join((f"; the end of {log}:", *lines)) \
+        if lines and rank and not cause else ""
 
 
 def _end_of(log: str) -> list[str]:
     """The last traceback in a log, else its last lines."""
-    try:
-        with open(log, "rb") as file:
-            file.seek(max(0, os.path.getsize(log) - _TAIL))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
+    with open(log, "rb") as file:
+        file.seek(max(0, os.path.getsize(log) - _TAIL))
+        text = file.read().decode(errors="replace")
     # torch writes the rank before each line of a traceback
-    lines = [re.sub(r"^\[rank\d+\]: ?", "", line)
-             for line in text.replace("\r", "\n").rstrip().splitlines()]
-    begins = [i for i, line in enumerate(lines)
-              if line.startswith("Traceback (most recent call last)")]
-    if not begins:
-        return lines[-5:]
-    lines = lines[begins[-1]:]
-    if len(lines) > _LINES:
+    text = re.sub(r"(?m)^\[rank\d+\]: ?", "", text.replace("\r", "\n"))
+    _, begin, rest = text.rpartition("Traceback (most recent call last)")
+    lines = (begin + rest).rstrip().splitlines()
+    if begin and len(lines) > _LINES:
         # the error itself may have many lines
-        lines = [lines[0], "  ...", *lines[2 - _LINES:]]
-    return lines
+        lines[1:2 - _LINES] = ["  ..."]
+    return lines if begin else lines[-5:]

@@ -4,6 +4,11 @@ All processes run the same program. They meet in `World.gather`: each gives a
 small value with the name of the work that it is about to do, and receives the
 values of all. What they decide from these values they decide alike. Between
 two of these meetings they add up arrays, in the order that the first fixes.
+
+A rank that fails joins the next meeting of the others and reports its error
+there (`World.guard`). Where the others are amid an exchange of arrays, or the
+process ends, it leaves them (`World.give_up`), and they find its error in the
+store of the job.
 """
 import contextlib
 import json
@@ -11,6 +16,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,21 +25,18 @@ from mgpu.distributed.sums import Sums
 from mgpu.errors import (ModelMismatch, UnevenWork, WorkerError,
                          WorkerFailed, WorkerLost)
 
-#: what a process gives in the place of its value
+#: what a process gives in the place of its work
 _FAILED, _LEAVES = "failed", "leaves"
 
 
 class Engine(Protocol):
     """What carries bytes and sums between processes. An exchange raises
     `WorkerLost` where another process ends, or is silent for longer than the
-    time-out, or where `stops` says that it will not come; its message says
-    only who, and what was seen. Whoever waits can be interrupted.
+    time-out, or has posted why it leaves; its message says only who, and what
+    was seen. Whoever waits can be interrupted.
 
     Attributes
     ----------
-    stops : callable
-        ``stops(notes)``, asked while an exchange waits: whether to give it
-        up.
     pending : bool
         Whether an exchange, or a question to the store, was left before its
         end, for which the end of the process would wait, or which it would
@@ -46,7 +49,6 @@ class Engine(Protocol):
     timeout: float
     #: the dtypes that sums are computed in; None: each in its own
     dtypes: tuple[str, ...] | None
-    stops: Callable[[dict[int, Any]], bool]
     pending: bool
 
     def allgather(self, payload: bytes) -> list[bytes]:
@@ -65,11 +67,11 @@ class Engine(Protocol):
         """As `allreduce`, on an array of the engine that holds it. False
         where this one cannot, and nothing was done."""
 
-    def post(self, note: Any) -> None:
-        """Leave a note, fit for JSON, that the others find whatever they do.
-        Waits for nobody."""
+    def post(self, why: str) -> None:
+        """Leave a note why this rank leaves, which the others find whatever
+        they do. Waits for nobody."""
 
-    def notes(self) -> dict[int, Any]:
+    def notes(self) -> dict[int, str]:
         """The notes of other ranks, as far as they can be read now."""
 
     def close(self, alike: bool, stays: bool = False) -> None:
@@ -100,8 +102,8 @@ class World:
         self.devices: list[int] | None = None
         #: in the middle of passes
         self.sums = Sums(self)
-        #: meetings, and exchanges of any kind, so far
-        self.serial = self.exchanges = 0
+        #: meetings so far
+        self.serial = 0
         #: networks and trainers so far
         self._made = 0
         self._batch: list[Any] | None = None
@@ -111,13 +113,12 @@ class World:
         #: in the same meeting
         self.wish: int | None = None
         self._agreed: int | None = None
-        self._dead: WorkerLost | None = None
+        #: why there are no more exchanges
+        self._lost: WorkerError | None = None
         self._lock = threading.Lock()
-        #: the error that the others were last told of, and when
-        self._told = (0, 0)
-        self._process, self._together, self._leaves = os.getpid(), 0, False
-        if engine is not None:
-            engine.stops = self._stops
+        #: the error that the last meeting has reported
+        self._reported: BaseException | None = None
+        self._process, self._together = os.getpid(), 0
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size}"
@@ -148,23 +149,26 @@ class World:
 
     def meet(self, work: str, value: Any) -> list[Any]:
         """`gather`, while passes may be under way."""
-        told = self._meet({"work": work, "value": value,
-                           **({} if self.wish is None
-                              else {"stop": self.wish})})
-        self._agreed = next((one["stop"] for one in told if "stop" in one),
-                            self._agreed)
-        for rank, one in enumerate(told):
-            if one["work"] == _FAILED:
+        self._work = work
+        every = self._meet(work, value)
+        works = {rank: one["work"] for rank, one in enumerate(every)}
+        for rank, other in works.items():
+            if other == _FAILED:
                 raise WorkerFailed(
                     f"rank {rank} failed before {work!r}: "
-                    f"{one['value'].rstrip('.')}. "
+                    f"{every[rank]['value'].rstrip('.')}. "
                     f"No parameter of rank {self.rank} has changed. Correct "
                     "what that rank reports; its log has the traceback.")
-        left = {rank: one["value"] for rank, one in enumerate(told)
-                if one["work"] == _LEAVES}
-        if left:
-            raise self._left(*min(left.items()))
-        works = {rank: one["work"] for rank, one in enumerate(told)}
+        for rank, other in works.items():
+            if other == _LEAVES:
+                self._lost = UnevenWork(
+                    "all ranks do the same number of steps; received the end "
+                    f"of rank {rank} while rank {self.rank} is at {work!r}, "
+                    f"meeting {self.serial}. Call the functions of mgpu on "
+                    "every rank, not inside `if rank == 0`; and give every "
+                    "rank as many batches: of mgpu.datasets, where a rank may "
+                    "also get an empty part.")
+                raise self._lost
         if len(set(works.values())) > 1:
             raise UnevenWork(
                 "all ranks do the same work in the same order; received "
@@ -172,7 +176,7 @@ class World:
                 + f" at meeting {self.serial}. Call the functions of mgpu on "
                 "every rank, not inside `if rank == 0`, and give every rank "
                 "as many batches.")
-        return [one["value"] for one in told]
+        return [one["value"] for one in every]
 
     @property
     def stopping(self) -> int | None:
@@ -185,105 +189,118 @@ class World:
         begin."""
         self.wish = self._agreed = None
 
-    def _left(self, rank: int, why: str | None) -> WorkerError:
-        """The error of work that rank `rank` takes no part in, as it has
-        ended. There is no other work."""
-        if why:
-            self._dead = WorkerLost(
-                f"rank {rank} has ended: {why}. Rank {self.rank} stops "
-                f"at {self._work!r}. Correct what that rank reports, and "
-                "start the job again.")
-            return self._dead
-        self._dead = WorkerLost(f"rank {rank} has ended; rank {self.rank} "
-                                "has been told so before. Leave, and start "
-                                "the job again.")
-        return UnevenWork(
-            "all ranks do the same number of steps; received the end of "
-            f"rank {rank} while rank {self.rank} is at {self._work!r}, "
-            f"meeting {self.serial}. Call the functions of mgpu on every "
-            "rank, not inside `if rank == 0`; and give every rank as many "
-            "batches: of mgpu.datasets, where a rank may also get an empty "
-            "part.")
-
-    def _meet(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        assert self.engine is not None
-        with self._carried(message["work"]):
-            self.serial += 1
-            return [json.loads(x) for x in self.engine.allgather(
-                json.dumps(message).encode())]
+    def _meet(self, work: str, value: Any) -> list[dict[str, Any]]:
+        with self._exchange() as engine:
+            self.serial, self._reported = self.serial + 1, None
+            every = [json.loads(x) for x in engine.allgather(json.dumps(
+                {"work": work, "value": value, "stop": self.wish}).encode())]
+        self._agreed = next((one["stop"] for one in every
+                             if one["stop"] is not None), self._agreed)
+        return every
 
     @contextlib.contextmanager
-    def _carried(self, work: str | None = None) -> Iterator[None]:
+    def _exchange(self) -> Iterator[Engine]:
         """One exchange at a time; one that fails is the last."""
         if self._process != os.getpid():
             raise RuntimeError(
                 f"rank {self.rank} is the process that has called "
                 "mgpu.distributed.init; received a call in a process that it "
                 "has forked. Let such a process read data only.")
-        if self._dead is not None:
-            raise self._dead
+        if self._lost is not None:
+            raise self._lost
         assert self.engine is not None
         # Held by a thread whose exchange a second Ctrl-C has left, perhaps.
         if not self._lock.acquire(timeout=self.engine.timeout):
-            self._dead = WorkerLost(
+            self._lost = WorkerLost(
                 f"one thread of rank {self.rank} exchanges at a time; another "
                 f"one has done so for {self.engine.timeout:g} s, at "
                 f"{self._work!r}. Start the job again.")
-            raise self._dead
+            raise self._lost
         try:
-            if work not in (None, _FAILED, _LEAVES):
-                self._work = str(work)
-            yield
-            self.exchanges += 1
+            yield self.engine
         except WorkerLost as error:
-            raise self._why(error) from error
+            self._lost = self._cause(self.engine.notes(), error)
+            raise self._lost from error
         except BaseException as error:      # Ctrl-C, amid an exchange
             self.give_up(error)
             raise
         finally:
             self._lock.release()
 
-    def _why(self, error: WorkerLost) -> WorkerError:
-        """What the others have written of an exchange that did not end."""
-        assert self.engine is not None
-        left = self._missing(self.engine.notes())
-        if left:
-            rank, note = min(left.items(), key=lambda x: (
-                x[1]["why"] is None, x[1]["exchanges"], x[0]))
-            return self._left(rank, note["why"])
-        self._dead = WorkerLost(
+    def _cause(self, notes: dict[int, str], error: WorkerLost) -> WorkerLost:
+        """Why an exchange did not end: what another rank has posted, else
+        what was seen here."""
+        for rank, why in sorted(notes.items()):
+            return WorkerLost(
+                f"rank {rank} has ended: {why}. Rank {self.rank} stops "
+                f"at {self._work!r}. Correct what that rank reports, and "
+                "start the job again.")
+        return WorkerLost(
             f"all {self.size} ranks take part in {self._work!r}, meeting "
             f"{self.serial}; on rank {self.rank}, {error}. Look at its log, "
             "and start the job again (mgpu launch --max-restarts does), from "
             "a checkpoint.")
-        return self._dead
 
-    def _missing(self, notes: dict[int, Any]) -> dict[int, Any]:
-        """The notes of the ranks that do not take part in this exchange.
-        Others have, and have left since: it will end."""
-        return {rank: note for rank, note in notes.items()
-                if note["exchanges"] <= self.exchanges}
+    # -- failures -----------------------------------------------------------
 
-    def _stops(self, notes: dict[int, Any]) -> bool:
-        """Whether an exchange will not end: another rank has left before it,
-        or, where this one leaves too, all others have."""
-        return len(self._missing(notes)) >= (
-            self.size - 1 if self._leaves else 1)
+    @property
+    def _alone(self) -> bool:
+        """Whether this process has no others to report to."""
+        return self.engine is None or self._lost is not None \
+            or self._process != os.getpid()
 
-    def _post(self, why: str | None) -> None:
-        assert self.engine is not None
-        self.engine.post({"why": why, "exchanges": self.exchanges})
+    def guard(self) -> contextlib.AbstractContextManager[None]:
+        """What fails in the block on this rank is reported to the others,
+        which raise `WorkerFailed` in their next meeting."""
+        return contextlib.nullcontext() if self.size == 1 else self._guard()
 
-    def give_up(self, error: BaseException) -> None:
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.report_error(error)
+            raise
+
+    def report_error(self, error: BaseException) -> None:
+        """Join the next meeting of the others and report `error` there,
+        unless the last meeting has done so. Where all ranks report one, all
+        go on alike."""
+        if self._alone or isinstance(error, WorkerError) \
+                or self._reported is not None \
+                and self._reported in (error, error.__cause__) \
+                or not self._flush():
+            return
+        if self._together or self._lock.locked():
+            # A second Ctrl-C has left a thread amid an exchange.
+            self.give_up(error)
+            return
+        with contextlib.suppress(WorkerError):
+            self._meet(_FAILED, in_words(error))
+        self._reported = error
+
+    def _flush(self) -> bool:
+        """Wait for passes that are under way. False where they have brought
+        the error of another rank, which knows that all fail now."""
+        try:
+            self.sums.settle()
+        except WorkerError:
+            return False
+        except Exception:       # it is this rank's own
+            pass
+        return True
+
+    def give_up(self, error: BaseException | str) -> None:
         """Leave the work that was begun with the others. They raise
         `WorkerLost`, with `error`, wherever they are."""
-        if self.engine is None or self._dead is not None:
+        if self._alone:
             return
-        why = in_words(error)
-        self._dead = WorkerLost(
+        assert self.engine is not None
+        why = error if isinstance(error, str) else in_words(error)
+        self._lost = WorkerLost(
             f"rank {self.rank} has left the others at {self._work!r}: "
             f"{why}. Start the job again.")
-        self._post(f"{why} (its last work was {self._work!r})")
+        self.engine.post(f"{why} (its last work was {self._work!r})")
         self.engine.close(False)
 
     @contextlib.contextmanager
@@ -300,86 +317,21 @@ class World:
         finally:
             self._together -= 1
 
-    def guard(self) -> contextlib.AbstractContextManager[None]:
-        """The block leads to a meeting. Where it fails before that, the
-        others are told, and raise `WorkerFailed` there."""
-        return contextlib.nullcontext() if self.size == 1 else self._guard()
-
-    @contextlib.contextmanager
-    def _guard(self) -> Iterator[None]:
-        before = self.serial
-        try:
-            yield
-        except BaseException as error:
-            if self.serial == before:
-                self.tell(error)
-            raise
-
-    @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """What ends the block early, wherever in it, ends it for all: the
-        others raise `WorkerFailed` in their next meeting."""
-        try:
-            yield
-        except BaseException as error:
-            self.tell_once(error)
-            raise
-
-    def tell(self, error: BaseException) -> None:
-        """Let the others raise `WorkerFailed` in their next meeting, unless
-        they know of `error`. Where all ranks tell, all go on alike."""
-        if self.size == 1 or isinstance(error, WorkerError) \
-                or self._dead is not None or self._process != os.getpid():
-            return
-        if not self._settled():
-            return
-        if self._together or self._lock.locked():
-            # A second Ctrl-C has left a thread amid an exchange.
-            self.give_up(error)
-            return
-        with contextlib.suppress(WorkerError):
-            self._meet({"work": _FAILED, "value": in_words(error)})
-        self._told = id(error), self.serial
-
-    def tell_once(self, error: BaseException) -> None:
-        """`tell`, unless that was done and no meeting has been since."""
-        if self._told != (id(error), self.serial):
-            self.tell(error)
-
-    def _settled(self) -> bool:
-        """Wait for passes that are under way. False where they have brought
-        the error of another rank, which knows that all fail now."""
-        try:
-            self.sums.settle()
-        except WorkerError:
-            return False
-        except Exception:       # it is this rank's own
-            pass
-        return True
-
     def leave(self, why: str | None) -> bool:
-        """Tell the others that this process ends. Returns whether none of
-        them goes on; `why`: the error that ends it."""
+        """End the part of this process. Returns whether none of the others
+        goes on; `why`: the error that ends it."""
         if self.engine is None or self._process != os.getpid():
             return True
-        if self._dead is not None:
-            self.engine.close(False, stays=True)
-            return True
-        self._leaves = True
-        if not why:
-            self._settled()
-        self._post(why)
-        if why:     # who waits for this rank is woken, and reads that
-            self.engine.close(False, stays=True)
-            return True
-        try:
-            told = self._meet({"work": _LEAVES, "value": None})
-        except WorkerError:     # ended before, or busy with what is its own
-            self.engine.close(False)
-            return True
-        alike = all(one["work"] == _LEAVES for one in told)
-        self.engine.close(alike)
-        return alike
+        alike = False
+        if why:
+            self.give_up(why)
+        elif self._lost is None:
+            self._flush()
+            with contextlib.suppress(WorkerError):  # ended before, or busy
+                alike = all(one["work"] == _LEAVES
+                            for one in self._meet(_LEAVES, None))
+        self.engine.close(alike, stays=self._lost is not None)
+        return alike or self._lost is not None
 
     def agree(self, work: str, facts: dict[str, Any], cure: str) -> None:
         """Raise `ModelMismatch` on every rank, naming the first difference,
@@ -395,9 +347,6 @@ class World:
 
     # -- arrays -------------------------------------------------------------
 
-    # Outside of `together` each exchange is announced, so that arrays are
-    # never added to others that they do not belong to.
-
     def reduce(self, flat: np.ndarray, op: str = "sum",
                work: str = "a reduction") -> None:
         """Reduce a one-dimensional array over all ranks, in place. `work`:
@@ -409,38 +358,34 @@ class World:
         """`reduce` each of `arrays`, which are as many and as long on all
         ranks."""
         if self.engine is not None:
-            self._announce(work, [op, *([x.dtype.str, len(x)]
-                                        for x in arrays)])
-            with self._carried():
-                self.engine.allreduce(arrays, op)
+            with self._arrays(work, op, *arrays) as engine:
+                engine.allreduce(arrays, op)
 
     def reduce_native(self, x: Any, op: str = "sum",
                       work: str = "a reduction") -> bool:
         """As `reduce`, on an array of a framework; False: not done."""
         if self.engine is None:
             return True
-        self._announce(work, [op, str(x.dtype), list(x.shape)])
-        with self._carried():
-            return self.engine.allreduce_native(x, op)
+        with self._arrays(work, op, x) as engine:
+            return engine.allreduce_native(x, op)
 
     def broadcast(self, flat: np.ndarray, root: int = 0,
                   work: str = "a broadcast") -> None:
         """Copy rank `root`'s array into that of the others."""
         if self.engine is not None:
-            self._announce(work, [root, flat.dtype.str, len(flat)])
-            with self._carried():
-                self.engine.broadcast(flat, root)
+            with self._arrays(work, str(root), flat) as engine:
+                engine.broadcast(flat, root)
 
-    def _announce(self, work: str, what: list[Any]) -> None:
-        if self._together:
-            return
-        every = self.meet(work, what)   # perhaps in a pass
-        if any(other != every[0] for other in every):
-            raise UnevenWork(
-                "all ranks exchange arrays of one dtype and size; received "
-                + ", ".join(f"{x} on rank {r}" for r, x in enumerate(every))
-                + f" at {work!r}, meeting {self.serial}. Call it alike on "
-                "every rank.")
+    @contextlib.contextmanager
+    def _arrays(self, work: str, how: str, *arrays: Any) -> Iterator[Engine]:
+        """An exchange of arrays. Outside of `together` the ranks compare them
+        first: arrays are never added to others that they do not belong to."""
+        if not self._together:
+            self.agree(work, {"call": [how, *(
+                [str(x.dtype), list(x.shape)] for x in arrays)]},
+                "Call it alike on every rank.")
+        with self._exchange() as engine:
+            yield engine
 
     def check_dtypes(self, dtypes: dict[str, str]) -> None:
         """Refuse parameters, whose dtypes are given by name, that the engine
@@ -537,25 +482,35 @@ class World:
         return share
 
 
+@dataclass(frozen=True)
 class Span:
     """The devices of one network, over all ranks.
 
     Attributes
     ----------
+    counts : list of int
+        The number of devices of each rank.
     first : int
         The number of this rank's first device, over all ranks.
     total : int
         The number of devices of all ranks.
+    wide : bool
+        Whether there are other processes.
     """
 
-    def __init__(self, world: World, counts: Sequence[int]) -> None:
-        self.world, self.counts = world, list(counts)
-        self.first = sum(counts[:world.rank])
-        self.total = sum(counts)
+    world: World
+    counts: list[int]
+
+    @property
+    def first(self) -> int:
+        return sum(self.counts[:self.world.rank])
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
 
     @property
     def wide(self) -> bool:
-        """Whether there are other processes."""
         return self.world.size > 1
 
 

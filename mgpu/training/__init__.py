@@ -869,7 +869,7 @@ def _epochs(step: Callable[[list[Any]], list[Any]],
                 history.test_acc[epoch - 1] if history.test_acc else None])
 
     # The scope is for Ctrl-C, which may come while one inside it ends.
-    with world.telling(), _carried(history), backend.scope(), stop:
+    with world.guard(), _carried(history), backend.scope(), stop:
         found = resume() if resume else None
         if found is not None:
             begin_calls()

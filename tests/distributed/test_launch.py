@@ -189,7 +189,7 @@ def test_the_machine_with_the_store_leaves_last(monkeypatch, others_leave):
     monkeypatch.setattr(agent, "_LEAVE", 60 if others_leave else 0.4)
     job = launch.Job("script.py", [], 1, 0, 2,
                      ("127.0.0.1", jobs.free_port()), 30.0, {})
-    first, other = agent._meeting(job), agent._meeting(job)
+    first, other = agent._rendezvous(job), agent._rendezvous(job)
     leaving = threading.Thread(target=first.shutdown, daemon=True)
     leaving.start()
     if others_leave:

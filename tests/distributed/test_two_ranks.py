@@ -58,9 +58,9 @@ def test_large_and_small_arrays_are_summed_as_numpy_does(job):
     for rank in reports(job, "reduction"):
         assert all(rank[op] for op in ("sum", "mean", "max",
                                        "in small messages"))
-        # The large ones go with the first of the two messages of small ones.
-        assert rank["messages"] == [4, 1] * 3
-        assert rank["small messages"] > 2
+        # Three large ones, and small ones: of two dtypes, and in buckets.
+        assert rank["messages"] == [5] * 3
+        assert rank["small buckets"] == [7]
 
 
 # -- what differs -------------------------------------------------------------

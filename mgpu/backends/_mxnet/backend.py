@@ -181,10 +181,8 @@ class MXNetBackend(base.Backend):
         self._first = 0
         self._turns: dict[Any, Any] = {}        # see `_Through`
         # The engine runs contexts side by side, whatever thread queued the
-        # work; threads are for thunks that wait for each other. A thread that
-        # ended would take its random streams along.
-        self._workers = Workers("mgpu-mxnet", lambda: None, self.carry,
-                                idle=threading.TIMEOUT_MAX)
+        # work; threads are for thunks that wait for each other.
+        self._workers = Workers("mgpu-mxnet", lambda: None, self.carry)
 
     # -- devices and arrays -------------------------------------------------
 
