@@ -92,6 +92,7 @@ class Parameter(Hints):
                         "devices, force_reinit=True) for the whole network"),
         "cast": "mgpu.initialize(net, devices, dtype=...)",
         **dict.fromkeys(("ctx", "context"), "Parameter.list_devices()"),
+        "var": "the network's own parameter, in replicas.net",
         "init": "the init of mgpu.initialize"}
 
     def __init__(self, replicas: "Replicas", number: int, spec: base.Spec):
