@@ -24,11 +24,6 @@ def _check_name(path: FilePath, ending: str) -> None:
                          f"{path_of(path)!r}. Name it {ending}.")
 
 
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is True or False; received {value!r}.")
-
-
 def from_gluon(symbol: Any, params: FilePath | None = None,
                dtype: str | None = None, softmax: bool = True) -> Any:
     """A native network from what ``HybridBlock.export`` of Gluon wrote, or
@@ -80,10 +75,8 @@ def from_gluon(symbol: Any, params: FilePath | None = None,
         If a file cannot be opened.
     """
     if dtype is not None:
-        # np.dtype("float64") equals the name, and is none
-        one_of("dtype", dtype if isinstance(dtype, str) else repr(dtype),
-               ("float32", "float64", "float16"))
-    _check_flag("softmax", softmax)
+        one_of("dtype", dtype, ("float32", "float64", "float16"))
+    one_of("softmax", softmax, (True, False))
     live = callable(getattr(symbol, "export", None)) \
         and callable(getattr(symbol, "collect_params", None))
     if live != (params is None):
@@ -134,7 +127,7 @@ def to_gluon_params(net: Any, path: FilePath) -> None:
         On MXNet, where a block has ``export``.
     """
     _check_name(path, ".params")
-    get_backend().to_gluon_params(net, path)
+    get_backend().converter("to_gluon_params")(net, path)
 
 
 def to_safetensors(net: Any, path: FilePath) -> None:
@@ -157,7 +150,7 @@ def to_safetensors(net: Any, path: FilePath) -> None:
         Without the package safetensors.
     """
     _check_name(path, ".safetensors")
-    get_backend().to_safetensors(net, path)
+    get_backend().converter("to_safetensors")(net, path)
 
 
 def to_pt2(net: Any, path: FilePath, examples: Sequence[np.ndarray]) -> None:
@@ -189,17 +182,10 @@ def to_pt2(net: Any, path: FilePath, examples: Sequence[np.ndarray]) -> None:
     if not isinstance(examples, (list, tuple)) or not all(
             isinstance(x, np.ndarray) and x.ndim for x in examples):
         raise TypeError(
-            "examples are NumPy arrays, one for each input of the network, "
-            "whose first axis is the batch; received "
-            f"{_kinds(examples)}. Pass for example [X].")
-    get_backend().to_pt2(net, path, examples)
-
-
-def _kinds(x: Any) -> str:
-    if isinstance(x, (list, tuple)):
-        return f"[{', '.join(map(_kinds, x))}]"
-    return type(x).__name__ + (f" of shape {x.shape}" if isinstance(
-        x, np.ndarray) else "")
+            "examples are a list of NumPy arrays, one for each input of the "
+            "network, whose first axis is the batch; received "
+            f"{examples!r:.200}. Pass for example [X].")
+    get_backend().converter("to_pt2")(net, path, examples)
 
 
 def missing_operators(symbol: FilePath, params: FilePath | None = None
@@ -222,7 +208,7 @@ def missing_operators(symbol: FilePath, params: FilePath | None = None
     NotImplementedError
         On MXNet, which has all operators.
     """
-    return get_backend().missing_operators(symbol, params)
+    return get_backend().converter("missing_operators")(symbol, params)
 
 
 def gluon_source(symbol: FilePath, params: FilePath | None, path: FilePath,
@@ -267,8 +253,8 @@ def gluon_source(symbol: FilePath, params: FilePath | None, path: FilePath,
         As in `from_gluon`.
     """
     _check_name(path, ".py")
-    _check_flag("plain", plain)
-    return get_backend().gluon_source(symbol, params, path, plain)
+    one_of("plain", plain, (True, False))
+    return get_backend().converter("gluon_source")(symbol, params, path, plain)
 
 
 def register_op(name: str, rule: Callable[..., Any]) -> None:
@@ -290,4 +276,4 @@ def register_op(name: str, rule: Callable[..., Any]) -> None:
             "a rule is a function, for the operator of a name; received "
             f"{name!r} and {rule!r}. Pass for example (\"sin\", lambda node, "
             "inputs: Call(\"torch.sin\", (Slot(0),))).")
-    get_backend().register_op(name, rule)
+    get_backend().converter("register_op")(name, rule)

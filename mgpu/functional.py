@@ -14,11 +14,11 @@ from mgpu.backends import get_backend, messages
 from mgpu.backends.base import Ops
 from mgpu.collectives import check_joinable, check_list, check_op, gathered
 
-__all__ = ["abs", "allgather", "allreduce", "astype", "avg_pool2d", "concat",
-           "conv2d", "dot", "exp", "flat_view", "log", "log_softmax",
-           "max_pool2d", "maximum", "mean", "minimum", "nll", "pick", "relu",
-           "sigmoid", "sign", "slice_axis", "softplus", "sqrt",
-           "stop_gradient", "sum", "zeros_like"]
+_OPS = ("abs", "astype", "avg_pool2d", "concat", "conv2d", "dot", "exp",
+        "flat_view", "log", "log_softmax", "max_pool2d", "maximum", "mean",
+        "minimum", "nll", "pick", "relu", "sigmoid", "sign", "slice_axis",
+        "softplus", "sqrt", "stop_gradient", "sum", "zeros_like")
+__all__ = ["allgather", "allreduce", *_OPS]
 
 
 def allreduce(data: list[Any], *, op: str = "sum") -> list[Any]:
@@ -63,8 +63,11 @@ def allgather(data: list[Any], *, axis: int = 0) -> list[Any]:
     return gathered(check_joinable(data, axis), axis)
 
 
-def _function(name: str) -> Callable[..., Any]:
+def __getattr__(name: str) -> Callable[..., Any]:
     """``Ops.name`` of the engine in use at the time of the call."""
+    if name not in _OPS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
     def function(*args: Any, **kwargs: Any) -> Any:
         backend = get_backend()
         try:
@@ -75,31 +78,5 @@ def _function(name: str) -> Callable[..., Any]:
             raise
     function.__name__ = function.__qualname__ = name
     function.__doc__ = getattr(Ops, name).__doc__
+    globals()[name] = function
     return function
-
-
-abs = _function("abs")
-sign = _function("sign")
-sqrt = _function("sqrt")
-exp = _function("exp")
-log = _function("log")
-maximum = _function("maximum")
-minimum = _function("minimum")
-relu = _function("relu")
-sigmoid = _function("sigmoid")
-softplus = _function("softplus")
-log_softmax = _function("log_softmax")
-pick = _function("pick")
-nll = _function("nll")
-sum = _function("sum")
-mean = _function("mean")
-dot = _function("dot")
-conv2d = _function("conv2d")
-avg_pool2d = _function("avg_pool2d")
-max_pool2d = _function("max_pool2d")
-concat = _function("concat")
-slice_axis = _function("slice_axis")
-flat_view = _function("flat_view")
-zeros_like = _function("zeros_like")
-astype = _function("astype")
-stop_gradient = _function("stop_gradient")

@@ -34,8 +34,9 @@ __all__ = ["Initializer", "Zero", "One", "Constant", "Uniform", "Normal",
 _FACTOR_TYPES = ("avg", "in", "out")
 
 
-def _known_shape(shape: Any) -> tuple[int, ...]:
-    """`shape` as a tuple of positive ints; ValueError for anything else."""
+def _known_shape(shape: Any, axes: int = 0) -> tuple[int, ...]:
+    """`shape` as a tuple of positive ints, of so many `axes` or more;
+    ValueError for anything else."""
     try:
         known = tuple(operator.index(n) for n in shape)
     except TypeError:
@@ -45,6 +46,10 @@ def _known_shape(shape: Any) -> tuple[int, ...]:
             "values are drawn for a known shape without empty axes; received "
             f"{shape!r}. Give the layer its input size, or pass a sample "
             "batch so that the shapes can be inferred.")
+    if len(known) < axes:
+        raise ValueError(
+            f"this initialiser needs a weight of {axes} axes or more; "
+            f"received the shape {shape}. Use Normal, Uniform or Constant.")
     return known
 
 
@@ -61,12 +66,7 @@ def fans(shape: Sequence[int]) -> tuple[int, int]:
     ValueError
         Fewer than two axes.
     """
-    shape = _known_shape(shape)
-    if len(shape) < 2:
-        raise ValueError(
-            "fan-in and fan-out need a weight of at least two axes; received "
-            f"the shape {shape}. Use Normal, Uniform or Constant for a "
-            "vector.")
+    shape = _known_shape(shape, 2)
     kernel = math.prod(shape[2:])
     return shape[1] * kernel, shape[0] * kernel
 
@@ -85,7 +85,8 @@ class Initializer(ABC):
         `draw`, which checks what goes in and what comes out."""
 
     def draw(self, shape: Sequence[int] | None,
-             rng: np.random.Generator, name: str = "weight") -> np.ndarray:
+             rng: np.random.Generator, name: str = "weight",
+             dtype: Any = np.float64) -> np.ndarray:
         """Draw a weight.
 
         Parameters
@@ -96,28 +97,33 @@ class Initializer(ABC):
             Advanced by the draw.
         name : str
             Of the parameter; read by initialisers of the frameworks' own.
+        dtype : str or numpy.dtype
+            What the float64 values are rounded to.
 
         Returns
         -------
         numpy.ndarray
-            A new float64 array.
+            A new array.
 
         Raises
         ------
         ValueError
             An unknown or empty shape, a shape that this initialiser cannot
-            serve, or drawn values that are not finite.
+            serve, or values that are not finite in `dtype`.
         """
         shape = _known_shape(shape)
-        values = np.array(self._named(name, shape, rng), dtype=np.float64)
+        values = np.asarray(self._named(name, shape, rng), np.float64)
         if values.shape != shape:
             raise ValueError(
                 f"{type(self).__name__}.sample must return the shape that it "
                 f"is asked for, {shape}; received {values.shape}.")
+        with np.errstate(over="ignore"):        # refused below, in words
+            values = values.astype(dtype)
         if not np.isfinite(values).all():
             raise ValueError(
-                f"initial values must be finite; {type(self).__name__} drew "
-                f"NaN or infinity for the shape {shape}.")
+                f"initial values must be finite in {values.dtype}; "
+                f"{type(self).__name__} drew others for the shape {shape}. "
+                "Use a smaller scale or a wider dtype.")
         return values
 
     def _named(self, name: str, shape: tuple[int, ...],
@@ -186,13 +192,7 @@ class Constant(Initializer):
                            float(value))
 
     def sample(self, shape, rng):
-        try:
-            return np.broadcast_to(self.value, shape)
-        except ValueError:
-            raise ValueError(
-                "the value of Constant must broadcast to the parameter's "
-                f"shape {shape}; received the shape {np.shape(self.value)}."
-            ) from None
+        return np.broadcast_to(self.value, shape)
 
     def __eq__(self, other):
         if type(other) is not type(self):
@@ -255,11 +255,7 @@ class Orthogonal(Initializer):
     _options = {"scale": 0, "rand_type": ("uniform", "normal")}
 
     def sample(self, shape, rng):
-        if len(shape) < 2:
-            raise ValueError(
-                "Orthogonal needs a weight of at least two axes; received "
-                f"the shape {shape}. Use Normal, Uniform or Constant for a "
-                "vector.")
+        shape = _known_shape(shape, 2)
         matrix = (shape[0], math.prod(shape[1:]))
         if self.rand_type == "uniform":
             start = rng.uniform(-1.0, 1.0, matrix)
@@ -331,10 +327,7 @@ class Bilinear(Initializer):
     a weight of four axes (Gluon's formula, made for square kernels)."""
 
     def sample(self, shape, rng):
-        if len(shape) != 4:
-            raise ValueError(
-                "Bilinear needs a weight of four axes, (in, out, height, "
-                f"width); received the shape {shape}.")
+        shape = _known_shape(shape, 4)
         half = math.ceil(shape[3] / 2)
         centre = (2 * half - 1 - half % 2) / (2 * half)
         y, x = (1 - abs(np.arange(n) / half - centre) for n in shape[2:])
@@ -462,18 +455,12 @@ def create(init: Any, /, **options: Any) -> Initializer:
         # A copy: Gluon's Constant changes itself, and cannot do it twice.
         name = copy.deepcopy(init).dumps()
     if not isinstance(name, (Initializer, str)):
-        if callable(name) and not isinstance(name, type):
-            raise TypeError(
-                "init= takes no function of the user's own, since weights are "
-                f"drawn from seed=; received {init!r}. Before mgpu.initialize "
-                "call it on the network (net.apply(f) in PyTorch), whose "
-                "values stay; or write it as a class of "
-                "mgpu.initializers.Initializer.")
         raise TypeError(
             f"expected an initialiser; received {init!r} of type "
             f"{type(init).__name__}. Use for example Normal(0.01), an object "
             "and not the class, or one of the names "
-            f"{', '.join(map(repr, _NAMES))}.")
+            f"{', '.join(map(repr, _NAMES))}. Call a function of your own on "
+            "the network before mgpu.initialize, which keeps its values.")
     is_json = isinstance(name, str) and name.startswith("[")
     if options and (is_json or not isinstance(init, str)):
         raise ValueError(
@@ -483,12 +470,7 @@ def create(init: Any, /, **options: Any) -> Initializer:
     if isinstance(name, Initializer):
         return name
     if is_json:
-        try:
-            name, options = json.loads(name)
-        except ValueError:
-            raise ValueError(
-                "an initialiser in JSON is '[name, {option: value}]'; "
-                f"received {init!r}.") from None
+        name, options = json.loads(name)
     kind: Any = _NAMES.get(str(name).lower())
     if kind is None:
         raise ValueError(
@@ -496,17 +478,14 @@ def create(init: Any, /, **options: Any) -> Initializer:
             f"{', '.join(map(repr, _NAMES))}, or an object of a class of "
             "mgpu.initializers.Initializer. What the framework draws stays: "
             "initialize the network first, and pass no init=.")
-    fields = dataclasses.fields(kind)
-    known = [field.name for field in fields]
-    needed = {field.name for field in fields
-              if field.default is dataclasses.MISSING}
-    if set(options) - set(known) or needed - set(options):
+    try:
+        made: Initializer = kind(**options)
+    except TypeError as error:
         raise ValueError(
-            f"the options of {kind.__name__} are: "
-            f"{', '.join(known) or 'none'}"
-            f"{' (required)' if needed else ''}; received "
-            f"{', '.join(options) or 'none'}.")
-    return kind(**options)
+            f"wrong options of {kind.__name__}: {error}. They are "
+            f"{[field.name for field in dataclasses.fields(kind)]}."
+            ) from None
+    return made
 
 
 #: What the kinds other than weights start from (Gluon gives the layers'
@@ -572,30 +551,18 @@ def draw_parameter(kind: str, shape: Sequence[int] | None,
             f"{kind!r}. Other values are copied from the network as they "
             "are.")
     if own is not None:
-        word, options = own
-        rule = create(word, **options)
+        rule = create(own[0], **own[1])
     elif kind != "weight":
         rule = _BY_KIND[kind]
     else:
         rule = Uniform() if init is None else create(init)
-    try:
-        if dtype is None:           # NumPy would take it for float64
-            raise TypeError
-        wanted = np.dtype(dtype)
-        if wanted.kind != "f":
-            raise TypeError
+    try:        # NumPy would take None for float64
+        wanted = np.dtype("unknown" if dtype is None else dtype)
     except TypeError:
+        wanted = np.dtype(bool)
+    if wanted.kind != "f":
         raise ValueError(
             "initial values are drawn in a floating-point dtype that NumPy "
-            f"has; received {dtype!r}. Use 'float32' or 'float64'.") from None
-    rng = np.random.default_rng([integer("seed", seed, 0),
-                                 integer("index", index, 0)])
-    drawn = rule.draw(shape, rng, name)
-    with np.errstate(over="ignore"):        # refused below, in words
-        values = drawn.astype(wanted)
-    if not np.isfinite(values).all():
-        raise ValueError(
-            f"the values that {type(rule).__name__} drew for the shape "
-            f"{values.shape} overflow {wanted.name}. Use a smaller scale or "
-            "a wider dtype.")
-    return values
+            f"has; received {dtype!r}. Use 'float32' or 'float64'.")
+    return rule.draw(shape, np.random.default_rng(
+        [integer("seed", seed, 0), integer("index", index, 0)]), name, wanted)

@@ -56,6 +56,13 @@ def get_params(params: Any, device: Any, grad_req: str = "write") -> Any:
     return copies
 
 
+def _multiplier(place: int) -> Any:
+    """An entry of `Parameter.multipliers`, which may be set."""
+    def set_own(parameter: "Parameter", factor: float) -> None:
+        parameter.own_multipliers[place] = factor
+    return property(lambda parameter: parameter.multipliers()[place], set_own)
+
+
 class Parameter(Hints):
     """One parameter or buffer of a `Replicas`, on all its devices.
 
@@ -84,17 +91,15 @@ class Parameter(Hints):
         **dict.fromkeys(("reset_ctx", "initialize"), "mgpu.initialize(net, "
                         "devices, force_reinit=True) for the whole network"),
         "cast": "mgpu.initialize(net, devices, dtype=...)",
-        "ctx": "Parameter.list_devices()", "context": "Parameter.list_devices"
-        "()", "var": "the network's own parameter, in replicas.net",
-        "init": "the init of mgpu.initialize",
-        **dict.fromkeys(("row_sparse_data", "list_row_sparse_data"),
-                        "Parameter.data(): all parameters are dense")}
+        **dict.fromkeys(("ctx", "context"), "Parameter.list_devices()"),
+        "var": "the network's own parameter, in replicas.net",
+        "init": "the init of mgpu.initialize"}
 
     def __init__(self, replicas: "Replicas", number: int, spec: base.Spec):
         self._replicas, self.number, self.spec = replicas, number, spec
         self.name, self.kind = spec.name, spec.kind
-        self._lr_mult: float | None = None      # None: as the network says
-        self._wd_mult: float | None = None
+        #: lr_mult and wd_mult where they have been set here
+        self.own_multipliers: dict[int, float] = {}
 
     @property
     def replicas(self) -> "Replicas":
@@ -127,24 +132,11 @@ class Parameter(Hints):
     def multipliers(self) -> tuple[float, float]:
         """`lr_mult` and `wd_mult`."""
         lr_mult, wd_mult = self._replicas.network.multipliers(self.number)
-        return (lr_mult if self._lr_mult is None else self._lr_mult,
-                wd_mult if self._wd_mult is None else self._wd_mult)
+        return (self.own_multipliers.get(0, lr_mult),
+                self.own_multipliers.get(1, wd_mult))
 
-    @property
-    def lr_mult(self) -> float:
-        return self.multipliers()[0]
-
-    @lr_mult.setter
-    def lr_mult(self, factor: float) -> None:
-        self._lr_mult = factor
-
-    @property
-    def wd_mult(self) -> float:
-        return self.multipliers()[1]
-
-    @wd_mult.setter
-    def wd_mult(self, factor: float) -> None:
-        self._wd_mult = factor
+    lr_mult = _multiplier(0)
+    wd_mult = _multiplier(1)
 
     @property
     def grad_req(self) -> str:
@@ -229,14 +221,14 @@ class Parameter(Hints):
         rounded to the parameter's dtype. ValueError for another shape;
         nothing has changed then."""
         self._replicas.check_complete()
-        shape = tuple(np.shape(value) if not hasattr(value, "shape")
-                      else value.shape)
-        if shape != self.shape:
-            raise ValueError(f"parameter {self.name!r} has shape "
-                             f"{self.shape}; received {shape}. Reshape the "
-                             "value.")
+        if not hasattr(value, "shape"):
+            value = np.array(value)
+        if tuple(value.shape) != self.shape:
+            raise ValueError(
+                f"parameter {self.name!r} has shape {self.shape}; received "
+                f"{tuple(value.shape)}. Reshape the value.")
         with self._replicas.backend.scope(recording=False):
-            self.write(value if hasattr(value, "shape") else np.array(value))
+            self.write(value)
 
     def write(self, value: Any) -> None:
         """Write `value`, of this shape or, for a buffer, with one more axis

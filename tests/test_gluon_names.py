@@ -146,8 +146,8 @@ def test_a_trainer_finds_no_network(backend):
                   if backend.name == "mxnet" else other.parameters())
     for wrong, error, text in (
             (theirs, ValueError, "4 parameters of none"),
-            (every + theirs, ValueError, "trains one network; received 4 of "
-             "8"), ([], ValueError, "received none"),
+            (every + theirs, ValueError, "trains one network.* received 4 "
+             "of 8"), ([], ValueError, "0 parameters of none"),
             (every[:1] * 2, ValueError, "more than once"),
             ([{"params": every}], TypeError, "one rule for all"),
             (replicas.net, TypeError, "a Trainer takes the Replicas")):
@@ -592,10 +592,8 @@ def test_hybridize_later_gives_the_same_bits(late):
 
 def test_hybridize_is_the_option_of_initialize(backend):
     replicas = initialize(mlp(backend), on(0, 1), batch_norm="sync")
-    with pytest.raises(ValueError, match="received hybridize.. with"):
+    with pytest.raises(ValueError, match="batch_norm='sync' with hybridize"):
         replicas.hybridize()
-    with pytest.raises(TypeError, match="received .'fuse'."):
-        replicas.hybridize(fuse=True)
     replicas.hybridize(False)
 
 

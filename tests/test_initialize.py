@@ -548,7 +548,7 @@ WRONG = [
     (dict(init="kaiming"), ValueError, "'kaiming'"),
     (dict(init=0.01), TypeError, "0.01"),
     (dict(init="bilinear", dtype="float64"), ValueError,
-     "Bilinear needs a weight of four axes"),
+     "needs a weight of 4 axes or more"),
     (dict(devices=["cpu:1", "cpu:0", "cpu:1"]), ValueError,
      "each device may be named once; received [cpu(1), cpu(0), cpu(1)]")]
 

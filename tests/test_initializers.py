@@ -93,7 +93,7 @@ def test_an_initialiser_of_ones_own():
                           index=0).tolist() == [[1, 0], [0, 1]]
     with pytest.raises(ValueError, match=r"shape .* \(2, 2\); rec.*\(2,\)"):
         Wrong().draw((2, 2), rng())
-    with pytest.raises(ValueError, match="must be finite; Wrong drew"):
+    with pytest.raises(ValueError, match="must be finite .*; Wrong drew"):
         Wrong().draw((2,), rng())
 
 
@@ -227,22 +227,22 @@ class TestAgainstGluon:
      "rnd_type.*'normal'.*'uniform', 'gaussian'"),
     (ValueError, lambda: Constant("many"), "value of Constant .* 'many'"),
     (ValueError, lambda: Constant([1, 2]).draw((2, 3), rng()),
-     r"broadcast.*\(2, 3\); received the shape \(2,\)"),
-    (ValueError, lambda: Bilinear().draw((2, 3), rng()), r"four.*\(2, 3\)"),
+     r"broadcast.*\(2, ?3\)"),
+    (ValueError, lambda: Bilinear().draw((2, 3), rng()), r"4 axes.*\(2, 3\)"),
     (ValueError, lambda: Normal().draw((2, 0), rng()), r"known.*\(2, 0\)"),
-    (ValueError, lambda: fans((3,)), r"two axes.*\(3,\)"),
+    (ValueError, lambda: fans((3,)), r"2 axes.*\(3,\)"),
     (ValueError, lambda: create("glorot"), "'glorot'.*'zeros'.*'xavier'"),
     (ValueError, lambda: create("normal", scale=1),
-     "options of Normal are: sigma; received scale"),
+     "options of Normal: .*scale.*sigma"),
     (ValueError, lambda: create("constant"),
-     r"Constant are: value \(required\); received none"),
-    (ValueError, lambda: create("[normal"), r"in JSON .*'\[normal'"),
+     "options of Constant: .*missing.*value"),
+    (ValueError, lambda: create("[normal"), "char 1"),
     (TypeError, lambda: create(0.01), "0.01 of type float.*'normal'"),
     (TypeError, lambda: create(Normal), "Normal'> of type .*not the class"),
     (ValueError, lambda: draw("other"), "weight, bias, .* 'other'"),
     (ValueError, lambda: draw(dtype="int32"), "floating.* 'int32'"),
     (ValueError, lambda: draw(dtype="float16", init=Constant(1e6)),
-     "overflow float16"),
+     "finite in float16"),
     (ValueError, lambda: draw(seed=-1), "seed must .* -1"),
 ])
 def test_bad_input_is_refused(error, make_bad, message):

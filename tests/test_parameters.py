@@ -424,6 +424,24 @@ def test_values_that_do_not_fit_are_refused(engine):
         assert_all_equal(on_each(replicas), before)
 
 
+def test_values_beyond_float16_change_nothing(engine):
+    """70000 would be infinite there; 65504 is its largest number."""
+    replicas = mgpu.initialize(mlp(engine), on(0, 1), "xavier",
+                               dtype="float16")
+    before = on_each(replicas)
+    values = {name: value + 1 for name, value
+              in replicas.export_numpy().items()}
+    last = list(values)[-1]
+    wide = {**values, last: np.full(values[last].shape, 7e4)}
+    with pytest.raises(ValueError, match=f"{last}: values beyond the range "
+                       "of float16"):
+        replicas.import_numpy(wide)
+    assert_all_equal(on_each(replicas), before)
+    wide[last][...] = 65504
+    replicas.import_numpy(wide)
+    assert (replicas.export_numpy()[last] == 65504).all()
+
+
 # -- parameters with two names ------------------------------------------------
 
 def test_shared_parameters(engine, devices):

@@ -38,8 +38,8 @@ LAYERS = {
         "notebook probes",
     "Gluon's files": "gluon_io",
     "contract of an engine": "backends.base backends.messages backends.ledger "
-        "backends.scope backends._allocator backends._kept backends._workers "
-        "backends.containers backends.wrapper",
+        "backends.scope backends.probing backends._allocator backends._kept "
+        "backends._workers backends.containers backends.wrapper",
     "registry": "backends",
     "engines": "backends._mxnet backends._torch backends.gluon_layers",
     "devices, data and formulas": "nested inputs device split data datasets "
@@ -65,6 +65,9 @@ ONLY_ANNOTATE = {
     ("mgpu.prediction", "mgpu.replicas"),
     ("mgpu.weight_files", "mgpu.replicas"),
     ("mgpu.compat.gluon", "mgpu.replicas"),
+    ("mgpu.replicas.values", "mgpu.replicas.replicas"),
+    ("mgpu.compat.gluon", "mgpu.trainer"),
+    ("mgpu.compat.pytorch", "mgpu.replicas"),
     ("mgpu.compat.pytorch", "mgpu.trainer"),
     ("mgpu.backends._torch.meaning", "mgpu.backends._torch.network"),
     # loaded for those who ask for them (`mgpu.__getattr__`)

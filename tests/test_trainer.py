@@ -341,7 +341,8 @@ def test_a_trainer_takes_replicas(backend):
             f"received {type(wrong).__name__}. Use Trainer(replicas, ...) or "
             "Trainer(net.collect_params(), ...) of a network that "
             "mgpu.initialize has put on devices, and for lists of arrays "
-            "mgpu.sgd.")
+            "mgpu.sgd. It has one rule for all parameters: instead of groups "
+            "use lr_mult and wd_mult, or a Trainer for each.")
 
 
 def test_a_network_with_unknown_shapes(engine, devices):

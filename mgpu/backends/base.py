@@ -7,11 +7,11 @@ What is the same on both engines is written once, in the other modules of
 - `Network`: a user's network, and its passes on several devices;
 - `Backend`: arrays, gradients, recording, work on several devices.
 
-A method marked ``@abstractmethod`` is required. Every other one is optional:
-its default works on any engine, or refuses: with NotImplementedError,
-`Backend.library_allreduce` with ValueError. The registry
-(`mgpu/backends/__init__.py`) finds the `Backend` class as ``BACKEND`` in the
-engine's module.
+A method without a body is required; `tests/test_contract.py` checks that both
+engines write it. Every other one is optional: its default works on any
+engine, or refuses (NotImplementedError). What parity asks of a network besides
+is in `probing`. The registry (`mgpu/backends/__init__.py`) finds the `Backend`
+class as ``BACKEND`` in the engine's module.
 
 Neutral code may use these directly on native arrays of either engine:
 ``+ - * /`` and ``+= -= *= /=`` with arrays and Python floats, ``** p``,
@@ -20,17 +20,13 @@ Neutral code may use these directly on native arrays of either engine:
 ``x.reshape(shape)`` (a tuple), ``len(x)``. Everything else goes through
 `Ops`; not ``x.clip``, whose bounds MXNet rounds to float32.
 """
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import (AbstractContextManager, ExitStack, contextmanager,
-                        nullcontext)
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import _signal      # `signal` makes enums in each call
 import inspect
-import math
 import random
 import re
 import threading
@@ -39,10 +35,12 @@ import numpy as np
 
 from mgpu.backends import messages
 from mgpu.backends.containers import Batch, Call, Probed
+from mgpu.backends.probing import (AVERAGE, Array, AroundUpdate,  # noqa: F401
+                                   ContextManager, DrawMask,
+                                   Float32Functions, Layer, LayerCallback,
+                                   Observed, OwnParts, Probe, clipping,
+                                   may_look_inside, named, own_kind)
 from mgpu.files import FilePath
-
-Array = Any     # mx.np.ndarray, mx.nd.NDArray or torch.Tensor
-ContextManager = AbstractContextManager[None]
 
 
 # -- the vocabulary -----------------------------------------------------------
@@ -108,78 +106,6 @@ class BatchNormCall(NamedTuple):
     layer: str                  # its path in the network
 
 
-class Layer(NamedTuple):
-    """A layer that contains no other layers, described for both engines."""
-
-    path: str           # "features.3.bn1"; "" for a network of one layer
-    kind: str           # dense conv batch_norm dropout max_pool ..., or the
-    #                     class's own name in lower case
-    options: dict[str, Any]         # by the names of `backends/_*/layers.py`
-    parameters: tuple[str, ...]     # names of its `Spec`s, buffers too
-
-
-#: kinds of activations that a class may have the name of and compute by others
-_COMPOSED = {"elu", "gelu", "hardsigmoid", "hardswish", "mish", "selu", "silu",
-             "softplus", "softsign", "swish"}
-#: kinds of functions that are told of
-_TOLD = {"activation", "clip", "hardtanh", "leaky_relu", "log_softmax", "relu",
-         "relu6", "sigmoid", "softmax", "softrelu", "tanh", "upsample"}
-
-
-def may_look_inside(layer: type, engine: str) -> bool:
-    """Whether the functions that an innermost layer without parameters calls
-    are told one by one: those of a class that is not the engine's own, whose
-    name says nothing of what it does."""
-    return not layer.__module__.startswith(engine + ".") \
-        and layer.__name__.lower() not in _COMPOSED
-
-
-def own_kind(layer: type) -> str:
-    """The kind of such a layer: the name of its class, marked where that
-    could be one of the functions that are told."""
-    name = layer.__name__.lower()
-    return f"own {name}" if name in _TOLD or name.endswith("pool") else name
-
-
-#: ``draw(x, rate, axes, index)`` gives the mask of a dropout layer that the
-#: replica `index` calls on `x` in training: an array that broadcasts to `x`
-#: (1 along `axes`) of zeros and ``1 / (1 - rate)``.
-DrawMask = Callable[[Array, float, tuple[int, ...], int], Array]
-
-#: ``seen(path, inputs, outputs, index)`` is called after each layer's call,
-#: and with a path of `Network.functions` after that of a function that could
-#: be a layer, between layers or in a small one of the user's own
-#: (`may_look_inside`). Where the engine can (`Network.replaces`), a
-#: list of arrays that it returns takes the place of the outputs.
-LayerCallback = Callable[[str, tuple[Any, ...], Any, int],
-                         "Sequence[Array] | None"]
-
-
-def clipping(low: Any, high: Any) -> tuple[str, dict[str, Any]] | None:
-    """(kind, options) of the layer that keeps values between two numbers;
-    None where a bound is none, or an array. No `high`: all above `low`."""
-    high = math.inf if high is None else high
-    if not all(isinstance(bound, (int, float)) for bound in (low, high)) \
-            or math.isinf(low):
-        return None
-    kinds = {(0, math.inf): "relu", (0, 6): "relu6", (-1, 1): "hardtanh"}
-    if (low, high) in kinds:
-        return kinds[low, high], {}
-    return "clip", {"low": float(low), "high": float(high)}
-
-
-def named(known: dict[str, Layer], kind: str, options: dict[str, Any],
-          after: str | None) -> str:
-    """The path of a function in `known`, which gets it where it is new:
-    "F.relu after conv1", and a number where others have been there."""
-    place = f"F.{kind}" + ("" if after is None else f" after {after}")
-    path, number = place, 1
-    while known.setdefault(path, Layer(path, kind, options, ())
-                           ).options != options:
-        number += 1
-        path = f"{place} ({number})"
-    return path
-
 #: ``normalise(call, index)`` computes the output of a batch-norm layer in
 #: training for the replica `index`, and updates the running statistics.
 Normalise = Callable[[BatchNormCall, int], Array]
@@ -191,97 +117,77 @@ Runner = Callable[[Sequence[Callable[[], Any]]], list[Any]]
 
 # -- functions of arrays ------------------------------------------------------
 
-class Ops(ABC):
+class Ops(Protocol):
     """Functions of native arrays, differentiable while recording.
 
     Each takes and returns arrays of the engine, on one device, and allocates
     its result. `axis` counts as in NumPy.
     """
 
-    @abstractmethod
     def abs(self, x: Array) -> Array:
         """The absolute value, elementwise."""
 
-    @abstractmethod
     def sign(self, x: Array) -> Array:
         """-1, 0 or 1, elementwise."""
 
-    @abstractmethod
     def sqrt(self, x: Array) -> Array:
         """The square root, elementwise."""
 
-    @abstractmethod
     def exp(self, x: Array) -> Array:
         """``e**x``, elementwise."""
 
-    @abstractmethod
     def log(self, x: Array) -> Array:
         """The natural logarithm, elementwise."""
 
-    @abstractmethod
     def maximum(self, x: Array, y: Array | float) -> Array:
         """The larger of `x` and `y`, elementwise."""
 
-    @abstractmethod
     def minimum(self, x: Array, y: Array | float) -> Array:
         """The smaller of `x` and `y`, elementwise."""
 
-    @abstractmethod
     def relu(self, x: Array) -> Array:
         """``max(x, 0)``, elementwise."""
 
-    @abstractmethod
     def log_softmax(self, x: Array, axis: int = -1) -> Array:
         """The logarithm of the softmax of `x` along `axis`."""
 
-    @abstractmethod
     def pick(self, x: Array, index: Array, axis: int = -1) -> Array:
         """``x[..., index[...], ...]`` along `axis`, which disappears. `index`
         has the shape of `x` without `axis`, of any number dtype."""
 
-    @abstractmethod
     def sum(self, x: Array, axis: None | int | tuple[int, ...] = None,
             keepdims: bool = False) -> Array:
         """The sum along `axis`; None: over all elements."""
 
-    @abstractmethod
     def mean(self, x: Array, axis: None | int | tuple[int, ...] = None,
              keepdims: bool = False) -> Array:
         """The mean along `axis`; None: over all elements."""
 
-    @abstractmethod
     def dot(self, x: Array, y: Array) -> Array:
         """The matrix product of (n, k) and (k, m)."""
 
-    @abstractmethod
     def conv2d(self, x: Array, weight: Array, bias: Array | None = None,
                stride: int = 1, padding: int = 0) -> Array:
         """Cross-correlate `x` (n, c, h, w) with `weight` (o, c, kh, kw), and
         add `bias` (o)."""
 
-    @abstractmethod
     def avg_pool2d(self, x: Array, size: int,
                    stride: int | None = None) -> Array:
         """Mean of `size` x `size` windows; `stride` is `size` if not given."""
 
-    @abstractmethod
     def max_pool2d(self, x: Array, size: int,
                    stride: int | None = None) -> Array:
         """Maximum of `size` x `size` windows; `stride` as above."""
 
-    @abstractmethod
     def concat(self, xs: Sequence[Array], axis: int = 0) -> Array:
         """Join arrays along an axis that they have."""
 
-    @abstractmethod
     def slice_axis(self, x: Array, axis: int, begin: int, end: int) -> Array:
         """The elements from `begin` to before `end` along `axis`."""
 
-    @abstractmethod
     def flat_view(self, x: Array) -> Array:
         """`x` as one dimension; writing to it writes to `x`."""
 
-    @abstractmethod
     def zeros_like(self, x: Array) -> Array:
         """Zeros on the device of `x`; no gradient."""
 
@@ -292,11 +198,9 @@ class Ops(ABC):
         x[...] = values
         return x
 
-    @abstractmethod
     def astype(self, x: Array, dtype: str | np.dtype) -> Array:
         """A copy of `x` with another dtype."""
 
-    @abstractmethod
     def stop_gradient(self, x: Array) -> Array:
         """`x` without its history; shares memory where the engine can."""
 
@@ -308,7 +212,6 @@ class Ops(ABC):
 
     def softplus(self, x: Array) -> Array:
         """``log(1 + exp(x))``, without overflow."""
-        return self.relu(x) + self.log(1.0 + self.exp(-self.abs(x)))
 
     def nll(self, x: Array, index: Array, axis: int = -1) -> Array:
         """``-pick(x, index, axis)``: the negative log-likelihood of class
@@ -317,29 +220,6 @@ class Ops(ABC):
 
 
 # -- a user's network ---------------------------------------------------------
-
-@dataclass
-class Float32Functions:
-    """Which functions of a network compute as MXNet does where it uses
-    float32 in a float64 network. To be set between calls.
-
-    Attributes
-    ----------
-    names : frozenset of str
-        Keys of `mgpu.parity.float32.WORDS`.
-    gradients : bool
-        Whether SELU has MXNet's gradient too.
-    watched : bool
-        Whether calls are noted in `met`.
-    met : dict of str -> None
-        All functions that could be in `names`, in the order of their first
-        calls.
-    """
-
-    names: frozenset[str] = frozenset()
-    gradients: bool = False
-    watched: bool = False
-    met: dict[str, None] = field(default_factory=dict)
 
 
 class Kwargs(dict[str, Any]):
@@ -360,102 +240,6 @@ def apart(inputs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if inputs and isinstance(inputs[-1], Kwargs):
         return tuple(inputs[:-1]), dict(inputs[-1])
     return tuple(inputs), {}
-
-
-#: the slot of the average of a weight that a step of the user's own keeps
-AVERAGE = "average"
-
-
-@dataclass
-class Observed:
-    """What a training step of the user's own has done, as NumPy arrays by
-    names of parameters.
-
-    Attributes
-    ----------
-    left : dict of str -> ndarray
-        The gradients as backward passes left them, on the scale of `applied`;
-        of a weight that was updated, before its last update.
-    applied : dict of str -> ndarray
-        The gradients as the optimisers got them, divided by what they divide
-        them by.
-    rates : dict of str -> float
-        The learning rate that each weight was moved with.
-    scale : float
-        What the optimisers multiplied the gradients by.
-    scales : dict of str -> float
-        The same by weight, where an optimiser does that.
-    updates : int
-        How many updates optimisers have made.
-    loss_scale : float
-        What a loss scaler multiplied the loss by.
-    rule : (str, dict) or None
-        `OwnParts.rule` as it was at the update.
-    """
-
-    left: dict[str, np.ndarray] = field(default_factory=dict)
-    applied: dict[str, np.ndarray] = field(default_factory=dict)
-    rates: dict[str, float] = field(default_factory=dict)
-    scale: float = 1.0
-    scales: dict[str, float] = field(default_factory=dict)
-    updates: int = 0
-    loss_scale: float = 1.0
-    rule: Any = None
-
-
-#: it is called before an update with the names of the weights, and returns
-#: what is called after it
-AroundUpdate = Callable[[list[str]], Callable[[], None]]
-
-
-class OwnParts(ABC):
-    """What a training step of the user's own works with: optimisers,
-    schedules, loss scalers, averages of the weights.
-
-    Attributes
-    ----------
-    rule : (str, dict) or None
-        What the optimisers compute: the family of `mgpu.optimizers` and the
-        options by the names there, others among them; None where mgpu has no
-        such rule, or they compute different things.
-    lr_mult, wd_mult : dict of str -> float
-        Of each weight that an optimiser has: its learning rate and weight
-        decay as multiples of those of `rule`.
-    averaged : bool
-        Whether there is an average of the weights: slot `AVERAGE`.
-    clip_epsilon : float
-        What the engine's own clipping by the global norm adds to the norm.
-    text : str
-        The parts in words.
-    """
-
-    rule: tuple[str, dict[str, Any]] | None
-    lr_mult: dict[str, float]
-    wd_mult: dict[str, float]
-    averaged: bool
-    clip_epsilon: ClassVar[float]
-    text: str
-
-    @abstractmethod
-    def memory(self) -> tuple[dict[tuple[str, str], np.ndarray],
-                              dict[str, int]]:
-        """The slots of `rule` by (parameter, slot) and the number of updates
-        by parameter, as copies."""
-
-    @abstractmethod
-    def load(self, slots: Mapping[tuple[str, str], np.ndarray],
-             counts: Mapping[str, int]) -> None:
-        """Set what `memory` returns. Other slots stay as they are."""
-
-    @abstractmethod
-    def keep(self) -> Callable[[], None]:
-        """A function that puts back what `load` does not set: positions of
-        schedules, rates, loss scales, and memory that mgpu does not know."""
-
-    @abstractmethod
-    def observe(self, around: AroundUpdate | None = None
-                ) -> AbstractContextManager[Observed]:
-        """For the block of one step, which fills what it gives."""
 
 
 class OptimizerGroup(NamedTuple):
@@ -486,12 +270,13 @@ class Step(NamedTuple):
     loss_scale: float               # and divided by
 
 
-class OptimizerObject(ABC):
+class OptimizerObject(Protocol):
     """An optimizer of a framework, or of mgpu, which a `Trainer` steps.
 
     Its options, its memory and its schedule are its own. Programs and
     schedules may change them at any time."""
 
+    object: Any
     #: whose formulas
     semantics: str
     #: what the gradients are multiplied by, besides the division by the batch
@@ -508,11 +293,9 @@ class OptimizerObject(ABC):
     schedule: Callable[[int], float] | None = None
 
     @property
-    @abstractmethod
     def learning_rate(self) -> float:
         """Of the first group, without a schedule."""
 
-    @abstractmethod
     def set_learning_rate(self, rate: float) -> None:
         """ValueError for groups with different rates."""
 
@@ -529,7 +312,6 @@ class OptimizerObject(ABC):
         """Of each of `others`; zeros where there was none."""
         return []
 
-    @abstractmethod
     def step(self, step: Step) -> None:
         """Update the arrays of `step`. Gradients stay as they are; those of
         `others` are cleared."""
@@ -538,16 +320,13 @@ class OptimizerObject(ABC):
         """The number of updates behind step `number`."""
         return number
 
-    @abstractmethod
     def groups(self) -> list[OptimizerGroup]:
         """Its groups with the options that they have now."""
 
-    @abstractmethod
     def memory(self) -> Memory:
         """Copies. Slots are those of `mgpu.optimizers` where mgpu has the
         formula."""
 
-    @abstractmethod
     def load(self, memory: Memory, arrays: Mapping[str, Array]) -> None:
         """Put `memory` back."""
 
@@ -563,21 +342,20 @@ class OptimizerObject(ABC):
         return partial(self.set_learning_rate, rate)
 
 
-class GivenInitializer(ABC):
+class GivenInitializer(Protocol):
     """An initialiser of a framework's own, of a class that mgpu does not
     know."""
 
     #: what it is, in words
     text: str
 
-    @abstractmethod
     def draw(self, name: str, shape: tuple[int, ...],
              rng: np.random.Generator) -> np.ndarray:
         """The values of the parameter `name`, a function of these and of
         what `rng` gives only."""
 
 
-class Given:
+class Given(Protocol):
     """What objects of a framework's own are in mgpu's terms. Each method
     returns None for an object of another kind, and refuses by name one of its
     kind that has no counterpart. See `mgpu.backends.given`."""
@@ -585,40 +363,26 @@ class Given:
     def optimizer(self, x: Any, network: "Network"
                   ) -> OptimizerObject | None:
         """An optimiser, for a trainer of `network`."""
-        return None
 
     def initializer(self, x: Any) -> GivenInitializer | list[
             tuple[re.Pattern[str], Any]] | None:
         """What draws weights: the `init` of `mgpu.initialize`; where names
         decide, those initialisers with the patterns of the names."""
-        return None
 
 
-class Network(ABC):
+class Network(Probe, Protocol):
     """The user's own network, made ready to live on several devices."""
 
     backend: "Backend"
     net: Any
-    #: layers compute as they do without mgpu: on torch, batch norm keeps the
-    #: unbiased variance (see `Backend.gluonize`). Set it before a call.
-    own_arithmetic: bool = False
-    #: None: the engine has no choice
-    float32: Float32Functions | None = None
-    #: whether what a `LayerCallback` returns takes the place of outputs
-    replaces: bool = False
-    #: what `watch_layers` has seen besides layers: see `LayerCallback`
-    functions: dict[str, Layer]
 
-    @abstractmethod
     def specs(self) -> list[Spec]:
         """Parameters first, in the order of the layers, then buffers; one
         entry for a parameter that several layers share."""
 
-    @abstractmethod
     def grad_req(self, number: int) -> str:
         """`Spec.grad_req` of one entry as it is now; cheap."""
 
-    @abstractmethod
     def names_of(self, parameters: Sequence[Any]) -> list[str | None]:
         """`Spec.name` of each of the framework's own parameters; None for
         one that is not of this network."""
@@ -630,7 +394,6 @@ class Network(ABC):
 
     def hybridize(self, active: bool, devices: Sequence[Device]) -> None:
         """Compile the passes to come, or no longer; raises as `prepare`."""
-        raise messages.not_supported(self.backend.name, "hybridize")
 
     # the framework's own names
 
@@ -647,24 +410,19 @@ class Network(ABC):
             found.update(dict.fromkeys(others, found[name]))
         return found
 
-    def fit_state(self, values: Mapping[str, Any], strict: bool
-                  ) -> tuple[dict[int, Any], list[str], list[str]]:
-        """What `state` of a network gave, for this one: by number of the
-        entry its new value; the names that miss, and those that are unknown.
-        With `strict` there are none, or RuntimeError, which lists all, as it
-        does other shapes. Nothing has changed."""
+    def load_state(self, values: Mapping[str, Any], strict: bool
+                   ) -> tuple[list[str], list[str]]:
+        """Write what `state` of a network gave; return the names that miss,
+        and those that are unknown. RuntimeError, which lists them all, for
+        other shapes and, with `strict`, for such names; arrays are as before
+        then."""
         own = self.state()
-        numbers = {name: i for i, name in enumerate(self.own_names())}
-        for name, *others in self.aliases().values():
-            numbers.update(dict.fromkeys(others, numbers[name]))
         missing = [name for name in own if name not in values]
         unknown = [name for name in values if name not in own]
-        shapes = {name: tuple(x.shape) if hasattr(x, "shape")
-                  else f"of a {type(x).__name__}"
-                  for name, x in values.items()}
-        wrong = [f"{name}: shape {shape} instead of {tuple(own[name].shape)}"
-                 for name, shape in shapes.items()
-                 if name in own and shape != tuple(own[name].shape)]
+        wrong = [f"{name}: {getattr(x, 'shape', type(x).__name__)} instead of "
+                 f"shape {tuple(own[name].shape)}"
+                 for name, x in values.items() if name in own
+                 and getattr(x, "shape", None) != own[name].shape]
         if strict:
             wrong += [f"missing {name}" for name in missing]
             wrong += [f"unknown {name}" for name in unknown]
@@ -673,22 +431,25 @@ class Network(ABC):
                 "a state_dict is that of a network with the same layers; "
                 f"received {'; '.join(wrong)}. Use what state_dict of such a "
                 "network gave, or strict=False for names.")
-        return ({numbers[name]: x for name, x in values.items()
-                 if name in own}, missing, unknown)
-
-    def load_state(self, values: Mapping[str, Any], strict: bool) -> None:
-        """Do to the user's network what its framework's loading of `values`,
-        which `fit_state` has taken, does besides writing arrays."""
-        return
+        # Copies first: these may be the network's own arrays.
+        copies = {name: self.backend.put(x, own[name])
+                  for name, x in values.items() if name in own}
+        aliases = self.aliases()
+        for number, first in enumerate(self.own_names()):
+            for name in aliases.get(first, [first]):
+                if name in copies:
+                    own[name][...] = copies[name]
+                    self.written(number)
+        return missing, unknown
 
     def set_mode(self, training: bool) -> None:
         """Set the network's own flags: whether its layers train inside
         ``scope(training=True)``."""
         if not training:
             raise messages.not_supported(
-                self.backend.name, "training mode of a network's own",
-                "layers predict outside of mgpu.record(). For gradients of "
-                "predictions use mgpu.record(train_mode=False).")
+                self.backend.name, "eval mode of a network's own", "layers "
+                "predict outside of mgpu.record() and in "
+                "mgpu.record(train_mode=False).")
 
     def inputs(self) -> Sequence[inspect.Parameter]:
         """The parameters of the network's forward, without self."""
@@ -701,10 +462,7 @@ class Network(ABC):
     def gluon_names(self) -> dict[str, str]:
         """For a network of `Backend.from_gluon`: by `Spec.name`, the name in
         Gluon's graph. TypeError for another network."""
-        raise messages.not_supported(self.backend.name,
-                                     "names of Gluon's graphs")
 
-    @abstractmethod
     def set_grad_req(self, number: int, grad_req: str) -> None:
         """Freeze or unfreeze one entry."""
 
@@ -727,21 +485,17 @@ class Network(ABC):
         has said so to the network. ValueError where that is not clear."""
         return False
 
-    @abstractmethod
     def devices(self) -> list[Any]:
         """Native handles of the devices that the network is on now."""
 
-    @abstractmethod
     def predictors(self, devices: Sequence[Device]
                    ) -> Sequence[Callable[..., Any]]:
         """For a network that did not come from `initialize`: one function
         per device that predicts there, safe to call at the same time."""
 
-    @abstractmethod
     def cast(self, dtype: str) -> None:
         """Change the dtype of all floating parameters and buffers."""
 
-    @abstractmethod
     def infer_shapes(self, inputs: tuple[Array, ...], device: Device) -> None:
         """Complete deferred (lazy) shapes by one prediction-mode forward
         pass on `device`, of inputs as `apart` takes them; afterwards no
@@ -755,19 +509,15 @@ class Network(ABC):
         nothing has changed. By default they stay unknown until a pass."""
         return
 
-    @abstractmethod
     def values(self) -> dict[str, np.ndarray] | None:
         """The network's own values, by name, or None if it has none yet."""
 
     def missing(self) -> set[str]:
         """Names of the entries that have no value, and that get none from
         the framework when their shapes are completed."""
-        return {spec.name for spec in self.specs()} \
-            if self.values() is None else set()
 
     def shares(self, other: Any) -> list[str]:
         """Names of the parameters that are also the network `other`'s."""
-        return []
 
     def defer(self, devices: Sequence[Device],
               draws: dict[int, Callable[[tuple[int, ...]], np.ndarray]]
@@ -778,39 +528,32 @@ class Network(ABC):
 
         Returns whether it does; by default no, and the values are written
         after `place`."""
-        return False
 
     # on several devices
 
-    @abstractmethod
     def place(self, devices: Sequence[Device]) -> None:
         """Move the network to the first of `devices`, and let `run` run it on
         all of them. Shapes are known. Values stay; an entry without one is
         undefined until it is written through `array`. Gradients are attached
         as `specs` say."""
 
-    @abstractmethod
     def array(self, number: int) -> Array:
         """The network's own parameter or buffer `number`, counted as in
         `specs`; not a copy."""
 
-    @abstractmethod
     def arrays(self, number: int) -> list[Array]:
         """`array`, then each other device's copy.
 
         A copy has the network's value; of a running statistic, the device's
         own. The next pass overwrites what is written to a copy."""
 
-    @abstractmethod
     def write_statistics(self, number: int, values: Sequence[Array]) -> None:
         """Running statistics: ``values[0]`` is written to the network, and
         ``values[i]`` is device i's own from now on."""
 
-    @abstractmethod
     def written(self, number: int) -> None:
         """Somebody has written to `array`: all devices follow it again."""
 
-    @abstractmethod
     def run(self, calls: Mapping[int, Call], batch: Batch) -> dict[int, Any]:
         """Call the network on several devices at the same time.
 
@@ -842,7 +585,6 @@ class Network(ABC):
             `messages.refuse_foreign`: an array of the other framework.
         """
 
-    @abstractmethod
     def probe(self, call: Call, device: int) -> Probed | None:
         """Call the network on one device without gradients, and leave nothing
         behind in it or in random streams. None where forward raises."""
@@ -852,7 +594,6 @@ class Network(ABC):
     def check(self, dtype: str | None, devices: Sequence[Device]) -> None:
         """Refuse a network that would be trained wrongly on `devices`, cast
         to `dtype` (None: as it is). ValueError; nothing has changed then."""
-        return None
 
     def prepare(self, options: Options, devices: Sequence[Device]) -> None:
         """Announce that `place` is to put the network on `devices` with
@@ -876,8 +617,6 @@ class Network(ABC):
         RuntimeError
             It lacks a compiler.
         """
-        if options != Options():
-            raise messages.not_supported(self.backend.name, repr(options))
 
     def autocast(self, devices: Sequence[Device]) -> ContextManager:
         """Inside the block this thread, and what `parallel` runs for it,
@@ -887,54 +626,10 @@ class Network(ABC):
 
     # optional: a look at single layers, for joint batch norm and parity
 
-    def layers(self) -> list[Layer]:
-        """The innermost layers, in the order in which they were made. A
-        layer that has several names comes once."""
-        raise messages.not_supported(self.backend.name, "list of layers")
-
-    def settings(self) -> dict[str, str]:
-        """By path, what the framework's own layers print of their options,
-        and their mode where they have one: the same in all processes."""
-        return {}
 
     def aliases(self) -> dict[str, list[str]]:
         """All names of each `Spec` that several layers share."""
-        return {}
 
-    def watch_layers(self, seen: LayerCallback) -> ContextManager:
-        """Inside the block, `seen` is called after every call of an innermost
-        layer. A compiled (hybridized) network runs layer by layer for that
-        time."""
-        raise messages.not_supported(self.backend.name, "watch over layers")
-
-    def use_masks(self, draw: DrawMask) -> ContextManager:
-        """Inside the block, training passes take the masks of dropout
-        layers from `draw`. Dropout *functions*, `inner_dropout`, and the
-        dropout inside attention layers are not reached. A compiled network
-        runs layer by layer for that time."""
-        raise messages.not_supported(self.backend.name,
-                                     "dropout with given masks")
-
-    def check_visible(self) -> None:
-        """ValueError where layers are hidden in code that the user has
-        compiled."""
-        return None
-
-    def inner_dropout(self) -> Sequence[tuple[str, Any, str]]:
-        """Innermost layers that drop out where no mask reaches, on every
-        device, as (path, layer, attribute with the rate): recurrent ones
-        between their layers, and what drops out in predictions too."""
-        return ()
-
-    @contextmanager
-    def without_inner_dropout(self) -> Iterator[None]:
-        """Inside the block, and inside `use_masks`, these layers drop
-        nothing out."""
-        with ExitStack() as stack:
-            for _, layer, name in self.inner_dropout():
-                stack.callback(setattr, layer, name, getattr(layer, name))
-                setattr(layer, name, 0.0)
-            yield
 
     def use_batch_norm(self, normalise: Normalise, run: Runner
                        ) -> ContextManager:
@@ -948,39 +643,18 @@ class Network(ABC):
             The network is compiled (hybridized), so that its layers cannot
             be reached.
         """
-        raise messages.not_supported(self.backend.name,
-                                     "batch norm over all devices")
-
-    def natively(self, draw: DrawMask, begins: Callable[[Any], None],
-                 seen: Callable[[Any], None]) -> ContextManager:
-        """Inside the block, and inside `watch_layers`, the user's own code
-        calls `net`, which is on one device: passes that train take the masks
-        of dropout from `draw`. Around each that is recorded,
-        ``begins(inputs)`` and ``seen(outputs)`` are called."""
-        raise messages.not_supported(self.backend.name, "look at own steps")
-
-    def trains(self, path: str) -> bool | None:
-        """Inside `natively`: whether the innermost layer (or function)
-        `path`, which runs now, is in training mode; None where no gradients
-        are recorded."""
-        raise messages.not_supported(self.backend.name, "look at own steps")
-
-    def own_parts(self, parts: Sequence[Any]) -> OwnParts:
-        """The parts of a training step of the user's own. TypeError for one
-        whose state cannot be set."""
-        raise messages.not_supported(self.backend.name, "look at own steps")
 
 
 def forward_call(function: Callable[..., Any], inputs: Sequence[Any]
                  ) -> Callable[[], Any]:
     """`function` of these inputs, as `apart` takes them."""
-    places, named = apart(inputs)
-    return partial(function, *places, **named)
+    args, kwargs = apart(inputs)
+    return partial(function, *args, **kwargs)
 
 
 # -- the engine ---------------------------------------------------------------
 
-class Backend(ABC):
+class Backend(Protocol):
     """An engine; the docstrings of the methods are the contract."""
 
     #: canonical name: "mxnet" or "torch"
@@ -1001,15 +675,12 @@ class Backend(ABC):
 
     # devices and arrays
 
-    @abstractmethod
     def num_gpus(self) -> int:
         """GPUs visible now (logical ones on torch: ``MGPU_LOGICAL_GPUS``)."""
 
-    @abstractmethod
     def handle(self, device: Device) -> Any:
         """The framework's own device that `device` stands for."""
 
-    @abstractmethod
     def put(self, x: Any, where: Device | Array, *,
             dtype: str | None = None) -> Array:
         """A fresh copy of `x` on a device.
@@ -1030,37 +701,30 @@ class Backend(ABC):
             silently.
         """
 
-    @abstractmethod
     def to_numpy(self, x: Array) -> np.ndarray:
         """A fresh copy on the host; waits for pending work on `x` and raises
         the errors of that work."""
 
-    @abstractmethod
     def is_native(self, x: Any) -> bool:
         """Whether `x` is an array of this engine."""
 
-    @abstractmethod
     def synchronize(self, devices: Sequence[Device]) -> None:
         """Return when all work queued on all of `devices` is done."""
 
     # gradients
 
-    @abstractmethod
     def attach_grad(self, x: Array, grad_req: str = "write") -> None:
         """Make `x` a leaf whose gradient `backward` writes ("write"), adds
         to ("add") or does not touch ("null"). The gradient starts as zeros."""
 
-    @abstractmethod
     def grad(self, x: Array) -> Array:
         """The gradient of a leaf, itself, not a copy; zeros before the first
         `backward`. ValueError if no gradient is attached."""
 
-    @abstractmethod
     def is_fresh(self, x: Array) -> bool:
         """Whether a backward pass has written the gradient of the leaf `x`
         since `mark_used`."""
 
-    @abstractmethod
     def mark_used(self, x: Array) -> None:
         """The gradient of `x` has been applied: it is stale from now on."""
 
@@ -1070,7 +734,6 @@ class Backend(ABC):
         (``p.grad = None`` in torch) is not applied."""
         return True
 
-    @abstractmethod
     def scope(self, recording: bool | None = None,
               training: bool | None = None) -> ContextManager:
         """Record for `backward`, or not; run layers in training mode, or
@@ -1082,15 +745,12 @@ class Backend(ABC):
         runs for it.
         """
 
-    @abstractmethod
     def is_recording(self) -> bool:
         """Whether this thread records for `backward`."""
 
-    @abstractmethod
     def is_training(self) -> bool:
         """Whether layers run in training mode in this thread."""
 
-    @abstractmethod
     def backward(self, losses: Sequence[Array]) -> None:
         """Sum each loss over its elements, and write the gradients of all
         leaves that any loss depends on: overwrite them where their grad_req
@@ -1100,7 +760,6 @@ class Backend(ABC):
         done (MXNet).
         """
 
-    @abstractmethod
     def mean_on(self, loss: Array) -> Any:
         """The device whose outputs a recorded loss is the mean of: its last
         operation is ``mean()``, or a loss function with
@@ -1109,7 +768,6 @@ class Backend(ABC):
 
     # work on several devices
 
-    @abstractmethod
     def parallel(self, thunks: Sequence[Callable[[], Any]], *,
                  rendezvous: bool = False) -> list[Any]:
         """Call all `thunks` (functions without arguments), number i for
@@ -1122,7 +780,6 @@ class Backend(ABC):
         thunk, another `parallel` runs one thunk after the other.
         """
 
-    @abstractmethod
     def seed(self, seed: int) -> None:
         """Restart the engine's random streams (dropout masks): one for each
         device, from (seed, device)."""
@@ -1143,9 +800,6 @@ class Backend(ABC):
         ``synchronize(active)`` begins a pass with joint batch statistics, and
         returns a `SyncBatchNorm` and the function that runs the devices'
         thunks."""
-        raise NotImplementedError(
-            f"DataParallel is not supported on {self.name} yet. Use "
-            "mgpu.initialize.")
 
     def through(self, x: Array, forth: Callable[[np.ndarray], np.ndarray],
                 back: Callable[[np.ndarray | None], np.ndarray | None],
@@ -1160,8 +814,6 @@ class Backend(ABC):
         time. Where the loss does not depend on a result, its `back` is not
         called; or it gets None, and may return None. `back` raises nothing.
         """
-        raise messages.not_supported(self.name,
-                                     "batch norm over several processes")
 
     # optional: bits that depend on no history
 
@@ -1198,23 +850,17 @@ class Backend(ABC):
         draws what another one draws after `fit_streams`. An engine that
         cannot read its streams starts new ones here, from a seed that the
         ones before determine."""
-        raise messages.not_supported(self.name, "random streams in a file")
 
     def draws(self, thunk: Callable[[], Any], devices: Sequence[Device]
               ) -> tuple[Any, bool]:
         """What `thunk` returns, and whether it has taken numbers from the
         streams that `export_streams` has, on these devices, or has set one.
         An engine that cannot read its streams starts new ones here."""
-        before = self.export_streams()
-        made, after = thunk(), self.export_streams()
-        return made, any(not np.array_equal(x, after[key])
-                         for key, x in before.items())
 
     def fit_streams(self, streams: Mapping[str, np.ndarray]
                     ) -> Callable[[], None]:
         """A function that puts `export_streams` back and raises nothing. An
         Exception, with nothing changed, for other arrays."""
-        raise messages.not_supported(self.name, "random streams in a file")
 
     def kept_streams(self) -> Callable[[], None]:
         """A function that puts the random streams of this process, NumPy's
@@ -1238,7 +884,6 @@ class Backend(ABC):
         streams the same numbers in every run, whatever networks draw
         meanwhile. It may wait for replicas; once `stop` holds something,
         with an InterruptedError instead."""
-        return nullcontext
 
     def device_threads(self) -> ContextManager:
         """A block in which an operation of this thread uses as many cores as
@@ -1252,7 +897,6 @@ class Backend(ABC):
 
     # networks
 
-    @abstractmethod
     def network(self, net: Any) -> Network:
         """Wrap a `gluon.Block` or a `torch.nn.Module`; TypeError for
         anything else."""
@@ -1262,7 +906,6 @@ class Backend(ABC):
     def parts(self, x: Any) -> list[tuple[str, Any]] | None:
         """The layers and arrays right in `x`, a network or a layer, by name;
         None for anything else."""
-        return None
 
     def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
         """Call `thunk` and return its result. Ctrl-C and SIGTERM wait for its
@@ -1293,7 +936,7 @@ class Backend(ABC):
                 before[number](number, frame)
 
     #: whether signals wait
-    _waits = False
+    _waits: bool = False
 
     # optional: threads that the user starts, and data for GPUs
 
@@ -1301,7 +944,6 @@ class Backend(ABC):
         """A function that makes a context manager, which gives another thread
         the modes of the calling one: recording, training, MXNet's NumPy mode;
         all that is not in context variables."""
-        return nullcontext
 
     def pinner(self, devices: Sequence[Device]) -> Callable[[Any], Any] | None:
         """A function of one array that copies host data to page-locked
@@ -1314,7 +956,6 @@ class Backend(ABC):
 
     def wait_for(self, x: Array) -> None:
         """Return when pending work on `x` is done."""
-        self.to_numpy(x)
 
     def failures(self, arrays: Sequence[Array]) -> list[Exception]:
         """What failed of the work that was queued on `arrays`, on CPUs; waits
@@ -1337,7 +978,6 @@ class Backend(ABC):
         those of other work. Nothing may be queued on them between this call
         and `run_on_host_views`.
         """
-        return None
 
     def run_on_host_views(self, thunks: Sequence[Callable[[], Any]],
                           written: Sequence[Array]) -> None:
@@ -1346,7 +986,6 @@ class Backend(ABC):
         The thunks change only the `written` arrays. After Ctrl-C all thunks
         have run, or none.
         """
-        raise messages.not_supported(self.name, "views of its memory")
 
     def library_reduces(self, arrays: Sequence[Array]) -> bool:
         """Whether `library_allreduce` is the fastest way to sum `arrays`:
@@ -1357,8 +996,6 @@ class Backend(ABC):
         """Write the sum, maximum or minimum of all arrays to each of them,
         by the framework's own collective. ValueError where it has none for
         these devices or this `op`; nothing has changed then."""
-        raise ValueError(f"the {self.name} backend has no collective of its "
-                         "own; use another algorithm, or 'auto'.")
 
     # optional: debugging
 
@@ -1371,7 +1008,6 @@ class Backend(ABC):
         are logical, and each copy from device to device calls
         ``ledger.copy``. Blocks may be nested, with a ledger each.
         """
-        raise messages.not_supported(self.name, "strict devices")
 
     def memory(self, x: Array) -> tuple[Any, int, int]:
         """Where `x` lies: (address space, first byte, end), with the gaps in
@@ -1380,16 +1016,13 @@ class Backend(ABC):
         All logical CPU devices have one address space. May wait for pending
         work on `x`. The default gives every array an address space of its own.
         """
-        return "objects", id(x), id(x) + 1
 
     def check_writable(self, x: Array) -> None:
         """ValueError (`messages.no_places`) unless each element of `x` has a
         place of its own in memory."""
-        return None
 
     def is_dense(self, x: Array) -> bool:
         """Whether `x` has rows that can be cut off: no sparse array."""
-        return True
 
     # optional: networks that mgpu brings, and Gluon's arithmetic for good
 
@@ -1400,7 +1033,6 @@ class Backend(ABC):
 
     def model(self, name: str, **options: int) -> Any:
         """Make the native network `name` of `mgpu.models`, without values."""
-        raise messages.not_supported(self.name, f"network {name!r}")
 
     # optional: networks that Gluon has exported
 
@@ -1409,41 +1041,16 @@ class Backend(ABC):
                    frozen: Sequence[str] = ()) -> Any:
         """A native network from two files; see `mgpu.from_gluon`. `frozen`:
         names of arrays that are not trained."""
-        raise messages.of_torch(self.name, "reader of Gluon's networks")
 
-    def to_gluon_params(self, net: Any, path: FilePath) -> None:
-        """Write the values of a network of `from_gluon`; see
-        `mgpu.to_gluon_params`."""
-        raise messages.of_torch(self.name,
-                                "to_gluon_params (a Block has export)")
-
-    def gluon_source(self, symbol: FilePath, params: FilePath | None,
-                     path: FilePath, plain: bool) -> dict[str, str]:
-        """Source for a network, in a file; see `mgpu.gluon_source`."""
-        raise messages.of_torch(self.name, "writer of source")
-
-    def register_op(self, name: str, rule: Callable[..., Any]) -> None:
-        """A rule for `from_gluon`; see `mgpu.register_op`."""
-        raise messages.of_torch(self.name, "rules for operators")
-
-    def missing_operators(self, symbol: FilePath, params: FilePath | None
-                          ) -> list[Any]:
-        """What has no rule; see `mgpu.missing_operators`."""
-        raise messages.of_torch(self.name, "rules for operators")
-
-    def to_safetensors(self, net: Any, path: FilePath) -> None:
-        """Write the values of a network; see `mgpu.to_safetensors`."""
-        raise messages.of_torch(
-            self.name, "to_safetensors (a Block has save_parameters)")
-
-    def to_pt2(self, net: Any, path: FilePath,
-               examples: Sequence[np.ndarray]) -> None:
-        """Write a network for prediction; see `mgpu.to_pt2`."""
-        raise messages.of_torch(self.name, "to_pt2 (a Block has export)")
+    def converter(self, name: str) -> Callable[..., Any]:
+        """The function of this name that `mgpu.conversion` describes, which
+        reads or writes networks for PyTorch."""
+        raise messages.not_supported(
+            self.name, name, "call mgpu.set_backend('torch') before (a Block "
+            "has export and save_parameters).")
 
     # optional: advice
 
     def doctor(self) -> list[tuple[str, str]]:
         """What `mgpu doctor` should say about this engine's settings: pairs
         (level, text), where level is "info", "warning" or "error"."""
-        return []

@@ -59,22 +59,6 @@ def refuse_foreign(x: Any, backend: str) -> None:
             "backend, then mgpu.put.")
 
 
-def explain_inputs(error: TypeError, count: int, named: bool) -> None:
-    """TypeError if `error` says that a network cannot be called with `count`
-    inputs, some of them `named`."""
-    if named and re.search(r"forward\(\) got (an unexpected|multiple)",
-                           str(error)):
-        raise TypeError(
-            "inputs by name are parameters of the network's forward, each "
-            f"given once; received others: {error}. Give the inputs those "
-            "names, or none.") from error
-    if re.search(r"forward\(\) (takes|missing)", str(error)):
-        raise TypeError(
-            "a tuple or list of arrays stands for several inputs of a "
-            f"network; received {count}: {error}. One input that is a tuple "
-            "is written ((a, b),), or is a named tuple.") from error
-
-
 def changed_layers(names: Iterable[str]) -> RuntimeError:
     """Layers, parameters or buffers came, went or were replaced."""
     return RuntimeError(
@@ -83,6 +67,15 @@ def changed_layers(names: Iterable[str]) -> RuntimeError:
         f"{', '.join(map(repr, names))}. Change them before "
         "mgpu.initialize, or call it again with force_reinit=True and "
         "init='keep', and make a new Trainer.")
+
+
+def check_by_layer(hybridize: bool, batch_norm: str) -> None:
+    """ValueError for "sync" in a compiled network."""
+    if hybridize and batch_norm == "sync":
+        raise ValueError(
+            "synchronised batch normalisation needs the layers of the "
+            "network one by one; received batch_norm='sync' with hybridize. "
+            "Use one of them.")
 
 
 def own_batch_norm(paths: Iterable[str]) -> ValueError:
@@ -229,13 +222,6 @@ def not_supported(backend: str, what: str, cure: str = "use another backend "
     return NotImplementedError(f"the {backend} backend has no {what}; {cure}")
 
 
-def of_torch(backend: str, what: str) -> NotImplementedError:
-    """What reads and writes networks for PyTorch was asked of another
-    engine."""
-    return not_supported(backend, what, "call mgpu.set_backend('torch') "
-                         "before.")
-
-
 def unknown_part(part: Any) -> TypeError:
     """A comparison cannot set the state of a part of an own step."""
     return TypeError(
@@ -267,20 +253,13 @@ def check_parts(parts: Sequence[Any], optimizers: Sequence[Any],
     """ValueError unless the parts of an own step hold an optimiser, which
     moves weights of the network only (`others`: how many that are not), and
     one average at most."""
-    if not optimizers:
+    if not optimizers or len(averages) > 1 or others:
         raise ValueError(
-            "a step comes with the optimiser that it uses; received parts "
-            f"{[type(part).__name__ for part in parts]}. Return (step, "
-            "[optimizer, ...]).")
-    if len(averages) > 1:
-        raise ValueError(
-            "a step keeps one average of the weights at most; received "
-            f"{len(averages)}. Compare one at a time.")
-    if others:
-        raise ValueError(
-            "the optimisers of a step move weights of the network only, "
-            f"which are set and compared; received {others} others. Put them "
-            "into the network, or compare them in a step of their own.")
+            "a step comes with the optimiser that it uses, which moves "
+            "weights of the network only, and one average of the weights at "
+            f"most; received {[type(part).__name__ for part in parts]}, with "
+            f"{len(averages)} averages, and {others} weights that are not "
+            "the network's. Return (step, [optimizer, ...]).")
 
 
 # -- memory and dtypes --------------------------------------------------------
@@ -307,9 +286,6 @@ def no_places(what: str, cure: str) -> ValueError:
 def check_precision(multi_precision: Any, dtypes: Mapping[str, str]) -> None:
     """Refuse Gluon's float32 copies of narrower weights; `dtypes` by name of
     the parameters."""
-    if multi_precision not in (True, False):
-        raise TypeError("multi_precision must be True or False; received "
-                        f"{multi_precision!r}.")
     narrow = sorted(name for name, dtype in dtypes.items()
                     if dtype not in ("float32", "float64"))
     if multi_precision and narrow:

@@ -1,14 +1,13 @@
 """Names of Gluon on `Replicas` and `Trainer`, and its functions."""
 import math
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mgpu import gluon_io
-from mgpu.arguments import Hints, is_number
+from mgpu.arguments import Hints, is_number, number, one_of
 from mgpu.backends import get_backend, messages
 from mgpu.backends.base import BUFFERS, Backend
 from mgpu.device import Device, as_devices
@@ -80,10 +79,7 @@ class Parameters(Hints, Mapping):
 
     def list_ctx(self) -> list[Device]:
         """The devices that hold them."""
-        for p in self._by_name.values():
-            found: list[Device] = p.list_devices()
-            return found
-        return []
+        return next((p.list_devices() for p in self._by_name.values()), [])
 
     def zero_grad(self) -> None:
         """Set their gradients to zero, those of frozen ones
@@ -94,199 +90,172 @@ class Parameters(Hints, Mapping):
     def setattr(self, name: str, value: Any) -> None:
         """Set ``grad_req``, ``lr_mult`` or ``wd_mult`` of each parameter;
         buffers have none of them. AttributeError for another name."""
-        if name not in ("grad_req", "lr_mult", "wd_mult"):
+        if name == "grad_req":
+            messages.check_grad_req(value)
+        elif name in ("lr_mult", "wd_mult"):
+            number(name, value)
+        else:
             raise AttributeError(
                 "grad_req, lr_mult and wd_mult of parameters are set; "
                 f"received {name!r}. Other attributes are those of the "
                 "network: see replicas.net.")
-        if name == "grad_req":
-            messages.check_grad_req(value)
-        elif not is_number(value) or not math.isfinite(value):
-            raise ValueError(f"{name} must be a finite number; received "
-                             f"{value!r}.")
         for p in self._by_name.values():
             if p.kind not in BUFFERS:
                 setattr(p, name, value)
 
 
-class GluonNames:
-    """Methods of a Gluon Block that `mgpu.Replicas` has too."""
+def collect_params(replicas: "Replicas", select: str | None = None
+                   ) -> Parameters:
+    """Parameters and buffers by name, as Gluon's ``collect_params``.
 
-    def collect_params(self, select: str | None = None) -> Parameters:
-        """Parameters and buffers by name, as Gluon's ``collect_params``.
+    Parameters
+    ----------
+    select : str, optional
+        A regular expression that a name matches from its beginning:
+        ``".*weight|.*bias"``. Names are mgpu's, paths such as
+        ``"0.weight"``, the same on both engines, and not Gluon's
+        ``dense0_weight``.
 
-        Parameters
-        ----------
-        select : str, optional
-            A regular expression that a name matches from its beginning:
-            ``".*weight|.*bias"``. Names are mgpu's, paths such as
-            ``"0.weight"``, the same on both engines, and not Gluon's
-            ``dense0_weight``.
+    Raises
+    ------
+    ValueError
+        It matches none of the names, which are listed, or is no regular
+        expression.
+    """
+    every = replicas.all_parameters()
+    if select is None:
+        return Parameters(every)
+    try:
+        pattern = re.compile(select)
+    except (re.error, TypeError):
+        raise ValueError("select must be a regular expression; received "
+                         f"{select!r}.") from None
+    found = [p for p in every if pattern.match(p.name)]
+    if not found:
+        raise ValueError(
+            "select matches names of parameters from their beginning; "
+            f"received {select!r}, which matches none of "
+            f"{[p.name for p in every]}. These are paths, as in "
+            "'0.weight', not Gluon's 'dense0_weight'.")
+    return Parameters(found)
 
-        Raises
-        ------
-        ValueError
-            It matches none of the names, which are listed, or is no regular
-            expression.
-        """
-        every = _of(self).all_parameters()
-        if select is None:
-            return Parameters(every)
-        try:
-            pattern = re.compile(select)
-        except (re.error, TypeError):
-            raise ValueError("select must be a regular expression; received "
-                             f"{select!r}.") from None
-        found = [p for p in every if pattern.match(p.name)]
-        if not found:
+
+def save_parameters(replicas: "Replicas", filename: FilePath,
+                    deduplicate: bool = False) -> None:
+    """Write all values in Gluon's format, whole or not at all.
+
+    `load_parameters` reads the file on either engine, and so does
+    ``net.load_parameters`` of a Gluon network with the same layers: its
+    names are mgpu's, which are Gluon's paths. Counters that only torch
+    has are left out. Values are those of `export_numpy`.
+
+    Parameters
+    ----------
+    filename : str or os.PathLike
+    deduplicate : bool
+        Write what several layers share once, not under each name.
+    """
+    values = {name: x for name, x in replicas.export_numpy().items()
+              if not name.endswith("num_batches_tracked")}
+    if not deduplicate:
+        for first, *others in replicas.network.aliases().values():
+            values |= {name: values[first] for name in others
+                       if first in values}
+    gluon_io.save_params(filename, values)
+
+
+def load_parameters(replicas: "Replicas", filename: FilePath, ctx: Any = None,
+                    allow_missing: bool = False,
+                    ignore_extra: bool = False, cast_dtype: bool = False,
+                    dtype_source: str = "current") -> None:
+    """Read a file of `save_parameters`, or of Gluon's, onto all devices.
+
+    Parameters
+    ----------
+    filename : str or os.PathLike
+    ctx : devices, optional
+        Those of the replicas, which stay there.
+    allow_missing : bool
+        What is not in the file keeps its value.
+    ignore_extra : bool
+        Pass over what the network does not have.
+    cast_dtype : bool
+        Round to the dtype of each parameter; otherwise another dtype in
+        the file is refused.
+    dtype_source : "current"
+        Parameters keep their dtype: "saved" is refused.
+
+    Raises
+    ------
+    ValueError
+        What does not fit, all of it listed; nothing has changed.
+    mgpu.gluon_io.UnreadableParams, OSError
+        Not such a file, or none.
+    RuntimeError
+        Shapes that are unknown until the first pass.
+    """
+    if ctx is not None and set(as_devices(ctx)) != set(replicas.devices):
+        raise ValueError(
+            "replicas stay on their devices; received ctx="
+            f"{as_devices(ctx)} for {replicas.devices}. Leave ctx out, or "
+            "mgpu.initialize the network on those.")
+    if dtype_source != "current":
+        raise ValueError(
+            "parameters keep their dtype (dtype_source='current'); "
+            f"received {dtype_source!r}. Call mgpu.initialize(net, "
+            "devices, dtype=...).")
+    loaded = gluon_io.load_params(filename)
+    if not isinstance(loaded, dict):
+        raise ValueError("a file of parameters has names; received "
+                         f"{str(filename)!r} without. Write it with "
+                         "save_parameters.")
+    values = {re.sub("^(arg|aux):", "", name): x
+              if isinstance(x, np.ndarray) else x.to_dense()
+              for name, x in loaded.items()}
+    replicas.complete_shapes({name: x.shape for name, x in values.items()})
+    own = {p.name: p for p in replicas.all_parameters()}
+    shared = replicas.network.aliases()
+    names = {name: first for first, every in shared.items()
+             for name in every} | {name: name for name in own}
+    if ignore_extra:
+        values = {name: x for name, x in values.items() if name in names}
+    if not cast_dtype:
+        other = [f"{name}: {x.dtype} instead of {own[names[name]].dtype}"
+                 for name, x in values.items() if name in names
+                 and x.dtype.name != own[names[name]].dtype]
+        if other:
             raise ValueError(
-                "select matches names of parameters from their beginning; "
-                f"received {select!r}, which matches none of "
-                f"{[p.name for p in every]}. These are paths, as in "
-                "'0.weight', not Gluon's 'dense0_weight'.")
-        return Parameters(found)
-
-    def save_parameters(self, filename: FilePath, deduplicate: bool = False
-                        ) -> None:
-        """Write all values in Gluon's format, whole or not at all.
-
-        `load_parameters` reads the file on either engine, and so does
-        ``net.load_parameters`` of a Gluon network with the same layers: its
-        names are mgpu's, which are Gluon's paths. Counters that only torch
-        has are left out. Values are those of `export_numpy`.
-
-        Parameters
-        ----------
-        filename : str or os.PathLike
-        deduplicate : bool
-            Write what several layers share once, not under each name.
-        """
-        replicas = _of(self)
-        values = {name: x for name, x in replicas.export_numpy().items()
-                  if not name.endswith(COUNTER)}
-        if not deduplicate:
-            for first, *others in replicas.network.aliases().values():
-                values |= {name: values[first] for name in others
-                           if first in values}
-        gluon_io.save_params(filename, values)
-
-    def load_parameters(self, filename: FilePath, ctx: Any = None,
-                        allow_missing: bool = False,
-                        ignore_extra: bool = False, cast_dtype: bool = False,
-                        dtype_source: str = "current") -> None:
-        """Read a file of `save_parameters`, or of Gluon's, onto all devices.
-
-        Parameters
-        ----------
-        filename : str or os.PathLike
-        ctx : devices, optional
-            Those of the replicas, which stay there.
-        allow_missing : bool
-            What is not in the file keeps its value.
-        ignore_extra : bool
-            Pass over what the network does not have.
-        cast_dtype : bool
-            Round to the dtype of each parameter; otherwise another dtype in
-            the file is refused.
-        dtype_source : "current"
-            Parameters keep their dtype: "saved" is refused.
-
-        Raises
-        ------
-        ValueError
-            What does not fit, all of it listed; nothing has changed.
-        mgpu.gluon_io.UnreadableParams, OSError
-            Not such a file, or none.
-        RuntimeError
-            Shapes that are unknown until the first pass.
-        """
-        replicas = _of(self)
-        if ctx is not None and set(as_devices(ctx)) != set(replicas.devices):
-            raise ValueError(
-                "replicas stay on their devices; received ctx="
-                f"{as_devices(ctx)} for {replicas.devices}. Leave ctx out, or "
-                "mgpu.initialize the network on those.")
-        if dtype_source != "current":
-            raise ValueError(
-                "parameters keep their dtype (dtype_source='current'); "
-                f"received {dtype_source!r}. Call mgpu.initialize(net, "
-                "devices, dtype=...).")
-        loaded = gluon_io.load_params(filename)
-        if not isinstance(loaded, dict):
-            raise ValueError("a file of parameters has names; received "
-                             f"{str(filename)!r} without. Write it with "
-                             "save_parameters.")
-        values = {re.sub("^(arg|aux):", "", name): x
-                  if isinstance(x, np.ndarray) else x.to_dense()
-                  for name, x in loaded.items()}
-        replicas.complete_shapes({name: x.shape for name, x in values.items()})
-        own = {p.name: p for p in replicas.all_parameters()}
-        shared = replicas.network.aliases()
-        names = {name: first for first, every in shared.items()
-                 for name in every} | {name: name for name in own}
-        if ignore_extra:
-            values = {name: x for name, x in values.items() if name in names}
-        if not cast_dtype:
-            other = [f"{name}: {x.dtype} instead of {own[names[name]].dtype}"
-                     for name, x in values.items() if name in names
-                     and x.dtype.name != own[names[name]].dtype]
-            if other:
-                raise ValueError(
-                    "a file has the dtypes of the parameters; received "
-                    + "; ".join(other) + ". Pass cast_dtype=True to round.")
-        if allow_missing:
-            there = {names[name] for name in values if name in names}
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                now = replicas.export_numpy(all_devices=True)
-            values |= {name: x for name, x in now.items()
-                       if name not in there}
-        replicas.import_numpy(values)
-
-    def hybridize(self, active: bool = True, **options: Any) -> None:
-        """Compile the passes to come, as ``initialize(hybridize=True)``, or
-        no longer.
-
-        Parameters
-        ----------
-        active : bool
-        **options
-            Gluon's ``static_alloc``, ``static_shape``, ``inline_limit`` and
-            sizes of bulks, which change no number: not read.
-
-        Raises
-        ------
-        ValueError, RuntimeError
-            As `initialize` with ``hybridize=True``.
-        TypeError
-            Another option.
-        """
-        replicas = _of(self)
-        unknown = sorted(set(options) - _COMPILING)
-        if unknown or active not in (True, False):
-            raise TypeError(
-                "hybridize takes active, True or False, and Gluon's "
-                f"{sorted(_COMPILING)}; received "
-                f"{unknown or repr(active)}. Leave it out.")
-        replicas.check_valid()
-        if active and replicas.batch_norm == "sync":
-            raise ValueError(
-                "synchronised batch normalisation needs the layers of the "
-                "network one by one; received hybridize() with "
-                "batch_norm='sync'. Use one of them.")
-        replicas.network.hybridize(bool(active), replicas.devices)
+                "a file has the dtypes of the parameters; received "
+                + "; ".join(other) + ". Pass cast_dtype=True to round.")
+    if allow_missing:
+        there = {names[name] for name in values if name in names}
+        values |= {
+            name: x for name, x in replicas.export_numpy(
+                all_devices=True).items() if name not in there}
+    replicas.import_numpy(values)
 
 
-_COMPILING = {"static_alloc", "static_shape", "inline_limit",
-              "forward_bulk_size", "backward_bulk_size"}
-#: of torch's batch norm; Gluon has none
-COUNTER = "num_batches_tracked"
+def hybridize(replicas: "Replicas", active: bool = True, **options: Any
+              ) -> None:
+    """Compile the passes to come, as ``initialize(hybridize=True)``, or
+    no longer.
 
+    Parameters
+    ----------
+    active : bool
+    **options
+        Gluon's ``static_alloc``, ``static_shape``, ``inline_limit`` and
+        sizes of bulks, which change no number: not read.
 
-def _of(names: Any) -> "Replicas":
-    """`GluonNames` is a part of `Replicas` only."""
-    replicas: Replicas = names
-    return replicas
+    Raises
+    ------
+    ValueError, RuntimeError
+        As `initialize` with ``hybridize=True``.
+    """
+    one_of("active", active, (True, False))
+    replicas.check_valid()
+    messages.check_by_layer(active, replicas.batch_norm)
+    replicas.network.hybridize(bool(active), replicas.devices)
 
 
 def clip(backend: Backend, arrays: Sequence[Any], max_norm: float,
@@ -353,24 +322,17 @@ def clip_global_norm(arrays: Sequence[Any], max_norm: float,
         No array, or a `max_norm` that is no finite number above 0.
     """
     backend = get_backend()
-    if not isinstance(arrays, (list, tuple)):
-        raise TypeError("arrays must be a list of native arrays; received "
-                        f"{type(arrays).__name__}.")
-    for x in arrays:
-        if not backend.is_native(x):
-            messages.refuse_foreign(x, backend.name)
-            raise TypeError("arrays must be native; received "
-                            f"{type(x).__name__}.")
-        if "float" not in str(x.dtype):
-            raise TypeError("arrays that are scaled have a floating dtype; "
-                            f"received {x.dtype}. Nothing has changed.")
+    if not isinstance(arrays, (list, tuple)) or not all(
+            backend.is_native(x) and "float" in str(x.dtype) for x in arrays):
+        raise TypeError(
+            f"arrays is a list of native arrays of floats; received "
+            f"{[str(getattr(x, 'dtype', type(x))) for x in arrays]}.")
     arrays = [x for x in arrays if math.prod(x.shape)]
     if not arrays:
         raise ValueError("a norm is that of one array or more; received "
                          "none.")
-    if not is_number(max_norm) or not 0 < max_norm < math.inf:
-        raise ValueError("max_norm must be a finite number above 0; received "
-                         f"{max_norm!r}.")
+    if not number("max_norm", max_norm) > 0:
+        raise ValueError(f"max_norm is above 0; received {max_norm!r}.")
     norm = clip(backend, arrays, max_norm,
                 nonfinite="raise" if check_isfinite else "ignore")
     if check_isfinite:

@@ -402,5 +402,5 @@ def test_without_arrays_the_graph_must_know_sizes(
 
 def test_the_writer_is_torchs(tmp_path):
     with mgpu.using_backend("mxnet"), pytest.raises(
-            NotImplementedError, match="writer of source"):
+            NotImplementedError, match="has no gluon_source"):
         mgpu.gluon_source("a", "b", tmp_path / "net.py")

@@ -60,7 +60,7 @@ NO_NUMBERS = {
     "prefetch": "the batches of its source; tests/test_prefetch.py",
     "collectives.native": "the frameworks' own, which only one engine has on "
                           "CPUs; tests/test_collectives.py: exact sums",
-    **dict.fromkeys(("Kwargs", "Replicas.state_dict", "Replicas.write",
+    **dict.fromkeys(("Kwargs", "Replicas.state_dict",
                      "Replicas.load_state_dict", "Replicas.parameters",
                      "Replicas.named_parameters", "Replicas.named_buffers",
                      "Replicas.train", "Replicas.eval", "Replicas.module"),
@@ -69,6 +69,7 @@ NO_NUMBERS = {
     **dict.fromkeys(("optimizers.gluon.sgld", "optimizers.gluon.groupadagrad"),
                     "tests/test_optimizers.py: noise, and rows of matrices"),
     "Replicas.complete_shapes": "tests/test_gluon_names.py: from a file",
+    "Replicas.complete_values": "a piece of `initialize`, which is covered",
     "Replicas.autocast": "only torch has it; tests/test_options.py",
     **dict.fromkeys(("Replicas.compute_gradients", "Trainer.multipliers",
                      "Parameter.multipliers", "Trainer.rate",

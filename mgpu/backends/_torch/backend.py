@@ -457,29 +457,10 @@ class TorchBackend(Gradients, base.Backend):
                 x.requires_grad_(False)
         return net
 
-    def to_gluon_params(self, net, path) -> None:
-        from mgpu.backends._torch.gluon.build import to_gluon_params
-        to_gluon_params(net, path)
-
-    def gluon_source(self, symbol, params, path, plain):
-        from mgpu.backends._torch.gluon.source.files import gluon_source
-        return gluon_source(symbol, params, path, plain)
-
-    def register_op(self, name, rule) -> None:
-        from mgpu.gluon_io.parts import register_op
-        register_op(name, rule)
-
-    def missing_operators(self, symbol, params):
-        from mgpu.backends._torch.gluon.build import missing_operators
-        return missing_operators(symbol, params)
-
-    def to_safetensors(self, net, path) -> None:
-        from mgpu.backends._torch.gluon.files import to_safetensors
-        to_safetensors(net, path)
-
-    def to_pt2(self, net, path, examples) -> None:
-        from mgpu.backends._torch.gluon.files import to_pt2
-        to_pt2(net, path, examples)
+    def converter(self, name: str) -> Callable[..., Any]:
+        from mgpu.backends._torch.gluon import converters
+        found: Callable[..., Any] = getattr(converters, name)
+        return found
 
     # -- advice -------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """A user's `torch.nn.Module` on several devices."""
+import collections
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -159,68 +159,25 @@ class TorchNetwork(base.Network):
     def state(self) -> dict[str, Any]:
         return self.net.state_dict()
 
-    def fit_state(self, values, strict):
-        if self.extra_names():
-            raise ValueError(
-                "load_state_dict writes arrays on all devices; received a "
-                f"network whose layers have {self.extra_names()} besides. "
-                "Load it with net.load_state_dict before mgpu.initialize, or "
-                "use mgpu.load_checkpoint.")
-        # Torch's own rules: a copy tells what they make of the values.
-        made_of = copy.deepcopy(self.net)
-        parameters = [(joined(path, name), m, name, x) for path, m, name, x
-                      in walk(made_of, "_parameters")]
-        with self._arrays_kept():
-            told = made_of.load_state_dict(values, strict)
-        made = [path for path, m, name, x in parameters
-                if m._parameters.get(name) is not x]
-        if made:
-            raise RuntimeError(
-                "values are loaded into the parameters that are there; "
-                "received a network whose own rules make new ones (assign="
-                f"True does): {', '.join(made)}. Load them with "
-                "net.load_state_dict before mgpu.initialize.")
-        pairs = list(zip(arrays_of(self.net), arrays_of(made_of), strict=True))
-        other = [f"{tuple(new.shape)} instead of {tuple(old.shape)}"
-                 for old, new in pairs if old.shape != new.shape]
-        if other:
-            raise RuntimeError(
-                "values are loaded into arrays of their shapes; received a "
-                "network whose own rules make arrays of other shapes of "
-                f"these: {'; '.join(other)}. Load them with net."
-                "load_state_dict before mgpu.initialize.")
-        named = {id(x) for name, x in made_of.state_dict(
-                     keep_vars=True).items()
-                 if name not in told.missing_keys}
-        return {i: new.detach() for i, (_, new) in enumerate(pairs)
-                if id(new) in named}, list(told.missing_keys), list(
-                    told.unexpected_keys)
-
     def load_state(self, values, strict):
-        with self._arrays_kept():
-            self.net.load_state_dict(values, strict)
-
-    @contextlib.contextmanager
-    def _arrays_kept(self) -> Iterator[None]:
-        """The user's rules load in the block, into the tensors that are
-        there; after an error in them the network's arrays are as before, and
-        nobody takes what the rules wrote for the user's own writes."""
-        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        # Copies: these may be the network's own tensors.
+        copies: Any = collections.OrderedDict(
+            (name, x.clone() if isinstance(x, torch.Tensor) else x)
+            for name, x in values.items())
+        if hasattr(values, "_metadata"):
+            copies._metadata = values._metadata
         before = [(x, x.detach().clone(),
                    torch.autograd._unsafe_preserve_version_counter(x))
                   for x in arrays_of(self.net)]
         try:
-            # Swapped tensors would not be those that are known here.
-            torch.__future__.set_swap_module_params_on_conversion(False)
-            yield
+            return self.net.load_state_dict(copies, strict)
         except BaseException:
+            # Nobody takes what rules of layers wrote for the user's writes.
             with torch.no_grad():
                 for x, old, version in before:
                     x.copy_(old)
                     version.__exit__()
             raise
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(swaps)
 
     def set_mode(self, training: bool) -> None:
         self.net.train(training)
