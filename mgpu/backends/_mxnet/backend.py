@@ -21,7 +21,7 @@ from mgpu.backends._mxnet.framework import (findings, mx,
                                            native_context, one_thread)
 from mgpu.backends._mxnet.network import MXNetNetwork
 from mgpu.backends._mxnet.ops import MXNetOps, dtype_of, is_np
-from mgpu.backends._mxnet.statistics import settle_all
+from mgpu.backends._mxnet.states import settle_all
 from mgpu.backends._workers import (Workers, inside_worker,
                                     run_in_turn)
 from mgpu.backends.ledger import Ledger
@@ -366,8 +366,8 @@ class MXNetBackend(base.Backend):
     # -- running on several devices -----------------------------------------
 
     def data_parallel(self, net, devices, split, remake, synchronize):
-        return DataParallel(net, [self.handle(d) for d in devices], split,
-                            remake, MXNetNetwork(self, net).batch_norms,
+        return DataParallel(MXNetNetwork(self, net),
+                            [self.handle(d) for d in devices], split, remake,
                             synchronize)
 
     def parallel(self, thunks, *, rendezvous=False) -> list[Any]:

@@ -3,17 +3,16 @@
 The outputs are joined inside the recording: one graph, so that everything
 after it is Gluon's own.
 """
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
-from mgpu.backends._mxnet.batch_norms import BatchNorms
 from mgpu.backends._mxnet.block_tree import on_context
-from mgpu.backends._mxnet.copies import ContextCopies
+from mgpu.backends._mxnet.copies import ContextCopies, run_aside
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends._workers import run_in_turn
+from mgpu.backends._mxnet.network_layers import NetworkLayers
 from mgpu.backends.wrapper import Wrapper, delegate
 
 autograd, gluon = mx.autograd, mx.gluon
@@ -106,13 +105,13 @@ class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
 
     _copies: ContextCopies
     _split: Any                         # a BatchSplit
-    _batch_norms: BatchNorms
+    _layers: NetworkLayers
     _synchronize: Callable[[Sequence[int]], Any] | None
-    _runner: Callable[[list[Any]], list[Any]]
 
-    def __init__(self, net: Any, contexts: Sequence[Any], split: Any,
-                 remake: Callable[[Any], Any], batch_norms: BatchNorms,
+    def __init__(self, layers: NetworkLayers, contexts: Sequence[Any],
+                 split: Any, remake: Callable[[Any], Any],
                  synchronize: Callable[[Sequence[int]], Any] | None) -> None:
+        net, layers.contexts = layers.net, list(contexts)
         self.__dict__.update({name: vars(net)[name] for name in (
             "_empty_prefix", "_prefix", "_params", "_name", "_scope",
             "_children", "_reg_params")})
@@ -120,9 +119,9 @@ class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
             module=net, _forward_hooks=type(net._forward_hooks)(),
             _forward_pre_hooks=type(net._forward_pre_hooks)(),
             _copies=ContextCopies(
-                net, contexts, run=lambda thunks: self._runner(thunks)),
-            _split=split, _remake=remake, _batch_norms=batch_norms,
-            _synchronize=synchronize, _runner=run_in_turn)
+                net, contexts, run=lambda thunks: layers.runner(thunks)),
+            _split=split, _remake=remake, _layers=layers,
+            _synchronize=synchronize)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs:
@@ -141,7 +140,9 @@ class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
         if len(contexts) == 1:
             copies.check_count(1)
             return self.module(*calls[0][0])
-        expected = split.expected(lambda: copies.alone(*args))
+        expected = split.expected(lambda: run_aside(
+            self.module, contexts[0], lambda net: net(*args), {},
+            autograd.is_training())[1])
 
         def probe() -> tuple[Any, int]:
             start, stop = split.probe_bounds(bounds)
@@ -156,24 +157,14 @@ class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
         return split.compared(joining.output(list(outputs.values())),
                               expected)
 
-    @contextlib.contextmanager
-    def _joint(self, active: Sequence[int]) -> Iterator[None]:
-        """Inside the block batch norms that train have joint statistics, if
-        they are to."""
+    def _joint(self, active: Sequence[int]) -> AbstractContextManager[None]:
+        """In the block batch norms that train have joint statistics, if they
+        are to."""
         if self._synchronize is None:
-            yield
-        elif not (autograd.is_recording() and autograd.is_training()):
-            with self._batch_norms.predicting(True):
-                yield
-        else:
-            rule, self.__dict__["_runner"] = self._synchronize(active)
-            contexts = self._copies.contexts
-            try:
-                with self._batch_norms.computed_by(
-                        rule, lambda x: contexts.index(x.ctx)):
-                    yield
-            finally:
-                self.__dict__["_runner"] = run_in_turn
+            return nullcontext()
+        if autograd.is_recording() and autograd.is_training():
+            return self._layers.use_batch_norm(*self._synchronize(active))
+        return self._layers.predicting(True)
 
 
 delegate(DataParallel, gluon.Block, (

@@ -13,16 +13,13 @@ from mgpu.backends._mxnet.blocks import (held_parameters, is_known,
                                          named_blocks, named_parameters,
                                          own_init, parameters_of, restorer,
                                          shape_of, value_of)
-from mgpu.backends._mxnet.copies import ContextCopies
+from mgpu.backends._mxnet.copies import ContextCopies, run_aside
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import all_stored, constants
 from mgpu.backends._mxnet.limits import (check_layers, check_parameters,
                                          check_slopes)
 from mgpu.backends._mxnet.network_layers import NetworkLayers
 from mgpu.backends._mxnet.ops import is_np
-from mgpu.backends._mxnet.states import set_states
-from mgpu.backends._mxnet.statistics import DeviceStatistics
-from mgpu.backends._workers import run_in_turn
 from mgpu.backends.containers import Batch, Call, Probed
 
 
@@ -37,7 +34,6 @@ class MXNetNetwork(NetworkLayers):
         self._copies = ContextCopies(net, [])
         self._requests: list[str] = []      # in the last pass
         self._deferred = False      # a call of Gluon's makes the arrays
-        self.statistics = DeviceStatistics([], [])
         blocks = [block for _, block in named_blocks(net)]
         self._named = named_parameters(net)
         self._held = held_parameters(blocks)
@@ -114,7 +110,7 @@ class MXNetNetwork(NetworkLayers):
                              f"{list(devices)}. Evaluate where it is.")
 
         def predict(context: Any, *inputs: Any, **named: Any) -> Any:
-            with mx.Context(context), self._predicting():
+            with mx.Context(context), self.predicting(self._options.sync):
                 return self._call(self.net, self.in_order(inputs, named))
         return [partial(predict, context) for context in contexts]
 
@@ -162,23 +158,15 @@ class MXNetNetwork(NetworkLayers):
     def infer_shapes(self, inputs, device) -> None:
         inputs = self.in_order(*base.apart(inputs))
         context = self.backend.handle(device)
-        view = view_of(self.net)
-        before = {key: dict(own) for key, own in view.items()}
         with self._undone_by_errors():      # an input that does not fit
             self._allocate([context])
-            # What this pass keeps is not the user's.
-            set_states(self.net, {place: _spare(x) for place, x
-                                  in state_of(view).items()})
-            try:
-                with mx.autograd.pause(train_mode=False), mx.Context(context):
-                    _wait(self._call(self.net, inputs))
-            finally:
-                states = state_of(before)
-                for key, own in view.items():
-                    for _, name in state_of({key: own}):
-                        if name not in before[key]:
-                            del own[name]
-                set_states(self.net, states)
+            tree, outputs = run_aside(self.net, context, partial(
+                self._call, inputs=inputs), {})
+            for x in containers.arrays_in(outputs, is_array):
+                x.wait_to_read()        # its errors would come later
+            for p, new in tree.parameters.items():
+                if value_of(p) is None:
+                    p.__dict__.update(vars(new), _trainer=p._trainer)
 
     def give_shapes(self, shapes) -> None:
         unknown = {name: p for name, p, _ in self.entries
@@ -224,8 +212,7 @@ class MXNetNetwork(NetworkLayers):
         bound.apply_defaults()
         return bound.args[:max(last + 1, len(inputs))]
 
-    def _call(self, net: Any, inputs: tuple[Any, ...],
-              named: Mapping[str, Any] | None = None) -> Any:
+    def _call(self, net: Any, inputs: tuple[Any, ...]) -> Any:
         """The outputs of the network or of a copy, in the array family of
         the inputs."""
         with self.backend.family_of(next(
@@ -255,7 +242,7 @@ class MXNetNetwork(NetworkLayers):
             (f"{paths[key]}.{name}".lstrip("."), a.shape)
             for (key, name), x in state_of(view_of(self.net)).items()
             for a in containers.arrays_in(x, is_array)],
-            rows, len(self._contexts))
+            rows, len(self.contexts))
 
     def _explain_state(self, error: Exception, given: Sequence[str],
                        own: Iterable[str]) -> None:
@@ -276,7 +263,7 @@ class MXNetNetwork(NetworkLayers):
 
     def values(self) -> dict[str, np.ndarray] | None:
         found = {}
-        self.statistics.settle()
+        self._copies.statistics.settle()
         for name, parameter, _ in self.entries:
             value = value_of(parameter)
             if value is None:
@@ -320,13 +307,13 @@ class MXNetNetwork(NetworkLayers):
 
     def hybridize(self, active, devices) -> None:
         self.prepare(self._options._replace(hybridize=active), devices)
-        if self._contexts:
+        if self.contexts:
             self.net.hybridize(active, static_alloc=active)
 
     def place(self, devices: Sequence[Any]) -> None:
         self._devices = list(devices)
-        self._contexts = [self.backend.handle(d) for d in devices]
-        self._allocate(self._contexts[:1])
+        self.contexts = [self.backend.handle(d) for d in devices]
+        self._allocate(self.contexts[:1])
         self._mend_frozen()
         for _, p, _ in () if self._deferred else self.entries:
             for x in all_stored(p):
@@ -336,22 +323,21 @@ class MXNetNetwork(NetworkLayers):
             # Not static_shape, which is for one shape in all passes: shards
             # have two lengths, and the last batch is shorter.
             self.net.hybridize(static_alloc=True)
-        self.statistics = DeviceStatistics(
-            [p for _, p, kind in self.entries if kind in base.STATISTICS
-             and not self._options.sync], self._contexts)
         self._copies = ContextCopies(
-            self.net, self._contexts, call=self._call, run=self._run,
-            one_backward=True, statistics=self.statistics,
+            self.net, self.contexts, call=self._call,
+            run=lambda thunks: self.runner(thunks), one_backward=True,
+            statistics=[p for _, p, kind in self.entries
+                        if kind in base.STATISTICS and not self._options.sync],
             buffers=[p for _, p, kind in self.entries
                      if kind in base.BUFFERS])
 
     # -- arrays ---------------------------------------------------------------
 
     def array(self, number: int) -> Any:
-        self.statistics.settle()
+        self._copies.statistics.settle()
         _, parameter, _ = self.entries[number]
         x = value_of(parameter)
-        if x is None or self._contexts and x.ctx != self._contexts[0]:
+        if x is None or self.contexts and x.ctx != self.contexts[0]:
             raise RuntimeError(
                 "the values of a network stay on the device that "
                 f"mgpu.initialize has put them on; received "
@@ -364,16 +350,16 @@ class MXNetNetwork(NetworkLayers):
     def arrays(self, number: int) -> list[Any]:
         _, p, _ = self.entries[number]
         found = [self.array(number)]
-        for i in range(1, len(self._contexts)):
-            own = self.statistics.own(i, p)
+        for i in range(1, len(self.contexts)):
+            own = self._copies.statistics.own(i, p)
             found.append(self._copies.refreshed(i, p) if own is None else own)
         return found
 
     def write_statistics(self, number: int, values: Sequence[Any]) -> None:
-        self.statistics.write(self.entries[number][1], values)
+        self._copies.statistics.write(self.entries[number][1], values)
 
     def written(self, number: int) -> None:
-        self.statistics.written(self.entries[number][1])
+        self._copies.statistics.written(self.entries[number][1])
 
     # -- passes ---------------------------------------------------------------
 
@@ -386,7 +372,7 @@ class MXNetNetwork(NetworkLayers):
         inputs = {i: self._inputs(call) for i, call in calls.items()}
         for i, (own, _) in inputs.items():
             self.backend.check_inputs(own, self._devices[i])
-        with self._predicting():
+        with self.predicting(self._options.sync):
             return self._copies.run(inputs, batch)
 
     def probe(self, call: Call, device: int) -> Probed | None:
@@ -394,12 +380,6 @@ class MXNetNetwork(NetworkLayers):
 
     def _inputs(self, call: Call) -> Call:
         return self.in_order(*call), {}
-
-    def _run(self, thunks: Sequence[Callable[[], Any]]) -> list[Any]:
-        return (self.runner or run_in_turn)(thunks)
-
-    def _predicting(self) -> base.ContextManager:
-        return self.batch_norms.predicting(self._options.sync)
 
     def _check_layers(self) -> None:
         """RuntimeError where the network has got other parameters."""
@@ -423,21 +403,3 @@ class _Drawn(mx.init.Initializer):
 
     def _init_weight(self, _: Any, arr: Any) -> None:
         arr[:] = self._draw(arr.shape)
-
-
-def _spare(x: Any) -> Any:
-    """A copy of an attribute, and of the arrays and containers in it."""
-    if isinstance(x, (mx.nd.NDArray, np.ndarray, set, bytearray)):
-        return x.copy()
-    found = containers.parts(x)
-    return x if found is None else containers.rebuild(
-        x, found[0], list(map(_spare, found[1])))
-
-
-def _wait(outputs: Any) -> None:
-    """Until they are computed; their errors would come up in a later call."""
-    if isinstance(outputs, mx.nd.NDArray):
-        outputs.wait_to_read()
-    elif isinstance(outputs, (list, tuple)):
-        for x in outputs:
-            _wait(x)
