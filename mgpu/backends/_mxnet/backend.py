@@ -246,16 +246,6 @@ class MXNetBackend(base.Backend):
         # The engine can only wait for an array or for everything.
         mx.nd.waitall()
 
-    def check_inputs(self, inputs: Sequence[Any], device: Any) -> None:
-        """Refuse inputs of the replica on `device` that lie elsewhere."""
-        context = self.handle(device)
-        for x in inputs:
-            if isinstance(x, mx.nd.NDArray):
-                if x.ctx != context:
-                    raise messages.wrong_device(device, x.ctx)
-            else:
-                messages.refuse_foreign(x, self.name)
-
     # -- the host's own memory ------------------------------------------------
 
     def host_views(self, arrays: Sequence[Any], *, to_read: bool = False

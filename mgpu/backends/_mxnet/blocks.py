@@ -3,7 +3,7 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mgpu.backends import base
@@ -129,13 +129,3 @@ def held_parameters(blocks: Iterable[Any]) -> list[list[Any]]:
     """The parameters that each block holds now; quick."""
     return [[*block._params._params.values(), *block._reg_params.values()]
             for block in blocks]
-
-
-def restorer(parameter: Any) -> Callable[[], None]:
-    """A function that restores the present state of `parameter`, whose arrays
-    ``initialize`` replaces and does not change."""
-    names = ("_data", "_grad", "_deferred_init", "_shape", "_ctx_list",
-             "_ctx_map")
-    state = {name: getattr(parameter, name) for name in names
-             if hasattr(parameter, name)}
-    return lambda: parameter.__dict__.update(state)

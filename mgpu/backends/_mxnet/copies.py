@@ -23,7 +23,7 @@ from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.states import (DeviceStates, DeviceStatistics,
                                          set_states, sets_of)
 from mgpu.backends._workers import run_in_turn
-from mgpu.backends.containers import Batch, Call, Probed
+from mgpu.backends.containers import Batch, Probed
 
 autograd = mx.autograd
 
@@ -71,13 +71,14 @@ class ContextCopies:
         #: of the last device, before the last pass
         self._before: dict[Place, Any] = {}
 
-    def run(self, calls: Mapping[int, Call], batch: Batch) -> dict[int, Any]:
+    def run(self, calls: Mapping[int, tuple[Any, ...]], batch: Batch
+            ) -> dict[int, Any]:
         """Call the network on devices.
 
         Parameters
         ----------
         calls : dict
-            Device -> (args, kwargs).
+            Device -> args.
         batch : Batch
             What the calls are parts of.
 
@@ -100,18 +101,18 @@ class ContextCopies:
             if len(self.contexts) > 1:
                 return self._pass(calls, batch)
             return dict(zip(calls, self._run([
-                partial(self._forward, 0, None, call)
-                for call in calls.values()]), strict=True))
+                partial(self._forward, 0, None, args)
+                for args in calls.values()]), strict=True))
 
-    def probe(self, call: Call, device: int) -> Probed | None:
-        """What forward returns for `call` on a device, and sets; None where
+    def probe(self, args: tuple[Any, ...], device: int) -> Probed | None:
+        """What forward returns for `args` on a device, and sets; None where
         it raises. It runs without gradients and hooks, and nothing that it
         sets stays."""
         with self._lock:
             try:
                 tree, output = run_aside(
                     self.net, self.contexts[device],
-                    lambda net: self._call(net, call[0]), self._before)
+                    lambda net: self._call(net, args), self._before)
             except Exception:
                 return None
         view = tree.view()
@@ -144,7 +145,7 @@ class ContextCopies:
 
     # -- passes ---------------------------------------------------------------
 
-    def _pass(self, calls: Mapping[int, Call], batch: Batch
+    def _pass(self, calls: Mapping[int, tuple[Any, ...]], batch: Batch
               ) -> dict[int, Any]:
         active, net = list(calls), self.net
         self.check_count(len(active))
@@ -189,12 +190,13 @@ class ContextCopies:
         self._states.end(before, views, batch)
         return dict(zip(active, outputs, strict=True))
 
-    def _forward(self, i: int, tree: BlockTree | None, call: Call) -> Any:
+    def _forward(self, i: int, tree: BlockTree | None, args: tuple[Any, ...]
+                 ) -> Any:
         # A new Context: it remembers the thread's earlier one.
         with mx.Context(self.contexts[i]):
             if tree is not None:
                 tree.update()
-            return self._call(self.net if tree is None else tree.net, call[0])
+            return self._call(self.net if tree is None else tree.net, args)
 
     @contextlib.contextmanager
     def _one_pass(self, count: int) -> Iterator[None]:

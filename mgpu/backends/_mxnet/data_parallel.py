@@ -149,11 +149,12 @@ class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
             with autograd.pause():
                 call, = split.split(args, {}, size, contexts[-1:],
                                     [(start, stop)])
-            return copies.probe(call, len(contexts) - 1), stop - start
+            return copies.probe(call[0], len(contexts) - 1), stop - start
         joining = split.joining(bounds, contexts[0], (
             autograd.is_training(), autograd.is_recording()), probe)
         with self._joint(range(len(calls))):
-            outputs = copies.run(dict(enumerate(calls)), joining.batch())
+            outputs = copies.run({i: inputs for i, (inputs, _)
+                                  in enumerate(calls)}, joining.batch())
         return split.compared(joining.output(list(outputs.values())),
                               expected)
 

@@ -1,21 +1,20 @@
 """A user's `gluon.Block`, which runs on several contexts."""
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mgpu.backends import base, containers, messages
-from mgpu.backends._mxnet.block_tree import is_array, state_of, view_of
-from mgpu.backends._mxnet.blocks import (held_parameters, is_known,
-                                         named_blocks, named_parameters,
-                                         own_init, parameters_of, restorer,
-                                         shape_of, value_of)
+from mgpu.backends._mxnet.block_tree import is_array
+from mgpu.backends._mxnet.blocks import (held_parameters, named_blocks,
+                                         named_parameters, own_init,
+                                         parameters_of, shape_of, value_of)
 from mgpu.backends._mxnet.copies import ContextCopies, run_aside
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends._mxnet.layers import all_stored, constants
+from mgpu.backends._mxnet.layers import constants
 from mgpu.backends._mxnet.limits import (check_layers, check_parameters,
                                          check_slopes)
 from mgpu.backends._mxnet.network_layers import NetworkLayers
@@ -26,10 +25,8 @@ from mgpu.backends.containers import Batch, Call, Probed
 class MXNetNetwork(NetworkLayers):
     """A user's Block, and its copies on several contexts."""
 
-    backend: Any
     def __init__(self, backend: Any, net: Any):
         super().__init__(backend, net)
-        self._devices: list[Any] = []       # of `place`
         self._options = base.Options()
         self._copies = ContextCopies(net, [])
         self._requests: list[str] = []      # in the last pass
@@ -41,13 +38,10 @@ class MXNetNetwork(NetworkLayers):
                            for p, start in constants(block)}
 
     def specs(self) -> list[base.Spec]:
-        found = []
-        for name, p, kind in self.entries:
-            found.append(base.Spec(
-                name, kind, shape_of(p), np.dtype(p.dtype).name, p.grad_req,
-                own_init(p), p.lr_mult, p.wd_mult,
-                self._constants.get(id(p))))
-        return found
+        return [base.Spec(
+            name, kind, shape_of(p), np.dtype(p.dtype).name, p.grad_req,
+            own_init(p), p.lr_mult, p.wd_mult, self._constants.get(id(p)))
+            for name, p, kind in self.entries]
 
     def gluon_names(self) -> dict[str, str]:
         return {name: p.name for name, p, _ in self.entries}
@@ -66,41 +60,30 @@ class MXNetNetwork(NetworkLayers):
     def set_grad_req(self, number, grad_req) -> None:
         messages.check_grad_req(grad_req)
         self.entries[number][1].grad_req = grad_req
-        self._mend_frozen()
 
     def _mend_frozen(self) -> None:
         # MXNet's float32 kernel of a Dense layer, which cells and blocks of
         # the user's use too, computes the gradient of the bias together with
         # that of the weight: where the weight is frozen the bias would not
-        # learn. So the weight's arrays get a gradient, which Gluon does not
-        # see. A block of the user's may have one of the two, and any other
-        # block the other.
-        found = [(is_known(block), parameters_of(block), {
-            p.shape[0] for p in parameters_of(block)
-            if p.grad_req != "null" and len(p.shape or ()) == 1})
-            for _, block in named_blocks(self.net)]
-        users = {n for known, _, ns in found for n in ns if not known}
-        everywhere = {n for _, _, ns in found for n in ns}
-        for known, own, biases in found:
-            for p in own:
-                if p.grad_req == "null" and len(p.shape or ()) == 2 \
-                        and np.dtype(p.dtype) == np.float32 \
-                        and p.shape[0] in (biases | users if known
-                                           else everywhere) \
-                        and value_of(p) is not None:
-                    for x in all_stored(p):
-                        x.attach_grad()
+        # learn. So the weight's array gets a gradient, which Gluon does not
+        # see.
+        requests = [p.grad_req for _, p, _ in self.entries]
+        if requests == self._requests:
+            return
+        self._requests = requests
+        biases = {p.shape[0] for _, p, _ in self.entries
+                  if p.grad_req != "null" and len(p.shape or ()) == 1}
+        for _, p, _ in self.entries:
+            if p.grad_req == "null" and len(p.shape or ()) == 2 \
+                    and p.shape[0] in biases \
+                    and np.dtype(p.dtype) == np.float32:
+                value_of(p).attach_grad()
 
     def devices(self) -> list[Any]:
         if not self.entries:
             raise ValueError("the network has no parameters, so nothing "
                              "says where it is; pass devices=.")
-        try:
-            return self.entries[0][1].list_ctx()
-        except RuntimeError as error:
-            raise RuntimeError(
-                "the network must have values; received one that is not "
-                "initialized. Call mgpu.initialize first.") from error
+        return self.entries[0][1].list_ctx()
 
     def predictors(self, devices) -> list[Any]:
         holders = self.devices()
@@ -147,12 +130,13 @@ class MXNetNetwork(NetworkLayers):
 
     @contextlib.contextmanager
     def _undone_by_errors(self) -> Iterator[None]:
-        before = [restorer(parameter) for _, parameter, _ in self.entries]
+        before = [(vars(p), {**vars(p)}) for _, p, _ in self.entries]
         try:
             yield
         except BaseException:
-            for put_back in before:
-                put_back()
+            for own, state in before:
+                own.clear()
+                own.update(state)
             raise
 
     def infer_shapes(self, inputs, device) -> None:
@@ -199,15 +183,16 @@ class MXNetNetwork(NetworkLayers):
         if not named:
             return inputs
         known = self.inputs()
-        only = [p.name for p in known if p.kind is p.KEYWORD_ONLY]
-        if only or any(p.kind is p.VAR_KEYWORD for p in known):
-            raise messages.nameless_blocks(type(self.net), only)
         try:
             bound = inspect.Signature(known).bind(*inputs, **named)
         except TypeError as error:
-            raise messages.wrong_names(
-                type(self.net), [p.name for p in known], len(inputs), named,
-                error) from None
+            raise TypeError(f"forward() {error}") from None
+        if bound.kwargs:
+            raise TypeError(
+                "Gluon calls a Block with inputs by their place, so a name "
+                "stands for the place that forward gives it; received "
+                f"{list(bound.kwargs)}, which have none. Write each input as "
+                "a parameter of forward, without a star before it.")
         last = max(i for i, p in enumerate(known) if p.name in named)
         bound.apply_defaults()
         return bound.args[:max(last + 1, len(inputs))]
@@ -220,46 +205,12 @@ class MXNetNetwork(NetworkLayers):
             try:
                 return net(*inputs)
             except mx.MXNetError as error:
-                words = r"type|expected (\w+\d|unknown), got \w"     # bool
-                given = [np.dtype(x.dtype).name for x in inputs
-                         if isinstance(x, mx.nd.NDArray)]
-                own = {spec.dtype for spec in self.specs()}
-                self._explain_state(error, given, own)
-                messages.explain_dtype(error, words, given, own)
-                self._explain_states(error, inputs)
+                messages.explain_dtype(
+                    error, r"type|expected (\w+\d|unknown), got \w", [  # bool
+                        np.dtype(x.dtype).name for x in inputs
+                        if isinstance(x, mx.nd.NDArray)],
+                    {spec.dtype for spec in self.specs()})
                 raise
-            except (RuntimeError, ValueError) as error:
-                self._explain_states(error, inputs)
-                raise
-
-    def _explain_states(self, error: Exception, inputs: Sequence[Any]
-                        ) -> None:
-        """See `messages.explain_states`."""
-        paths = {id(block): path for path, block in named_blocks(self.net)}
-        rows = next((x.shape[0] for x in inputs if getattr(x, "shape", ())),
-                    0)
-        messages.explain_states(error, [
-            (f"{paths[key]}.{name}".lstrip("."), a.shape)
-            for (key, name), x in state_of(view_of(self.net)).items()
-            for a in containers.arrays_in(x, is_array)],
-            rows, len(self.contexts))
-
-    def _explain_state(self, error: Exception, given: Sequence[str],
-                       own: Iterable[str]) -> None:
-        """TypeError if it is the first state of cells that has another
-        dtype."""
-        cells = [path for path, block in named_blocks(self.net)
-                 if isinstance(block, mx.gluon.rnn.RecurrentCell)]
-        floats = sorted({x for x in own if "float" in x} - {"float32"})
-        if cells and floats and all(
-                x in floats for x in given if "float" in x) \
-                and "expected float32, got" in str(error):
-            raise TypeError(
-                "the first state of a recurrent cell has the dtype of its "
-                f"weights, {floats[0]}; received {cells} and MXNet's "
-                "default, float32. Pass begin_state= in that dtype to "
-                "unroll: cell.begin_state(batch_size=n, ctx=x.context, "
-                f"dtype='{floats[0]}').") from error
 
     def values(self) -> dict[str, np.ndarray] | None:
         found = {}
@@ -311,14 +262,12 @@ class MXNetNetwork(NetworkLayers):
             self.net.hybridize(active, static_alloc=active)
 
     def place(self, devices: Sequence[Any]) -> None:
-        self._devices = list(devices)
         self.contexts = [self.backend.handle(d) for d in devices]
         self._allocate(self.contexts[:1])
         self._mend_frozen()
         for _, p, _ in () if self._deferred else self.entries:
-            for x in all_stored(p):
-                if x.grad is not None:
-                    self.backend.mark_used(x)
+            if value_of(p).grad is not None:
+                self.backend.mark_used(value_of(p))
         if self._options.hybridize:
             # Not static_shape, which is for one shape in all passes: shards
             # have two lengths, and the last batch is shorter.
@@ -365,21 +314,19 @@ class MXNetNetwork(NetworkLayers):
 
     def run(self, calls: Mapping[int, Call], batch: Batch) -> dict[int, Any]:
         self._check_layers()
-        requests = [p.grad_req for _, p, _ in self.entries]
-        if requests != self._requests:
-            self._requests = requests
-            self._mend_frozen()
-        inputs = {i: self._inputs(call) for i, call in calls.items()}
-        for i, (own, _) in inputs.items():
-            self.backend.check_inputs(own, self._devices[i])
+        self._mend_frozen()
+        inputs = {i: self.in_order(*call) for i, call in calls.items()}
+        for i, own in inputs.items():
+            for x in own:
+                if not is_array(x):
+                    messages.refuse_foreign(x, self.backend.name)
+                elif x.ctx != self.contexts[i]:
+                    raise messages.wrong_device(self.contexts[i], x.ctx)
         with self.predicting(self._options.sync):
             return self._copies.run(inputs, batch)
 
     def probe(self, call: Call, device: int) -> Probed | None:
-        return self._copies.probe(self._inputs(call), device)
-
-    def _inputs(self, call: Call) -> Call:
-        return self.in_order(*call), {}
+        return self._copies.probe(self.in_order(*call), device)
 
     def _check_layers(self) -> None:
         """RuntimeError where the network has got other parameters."""

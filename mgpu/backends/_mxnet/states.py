@@ -74,6 +74,11 @@ class DeviceStates:
                     for i, (start, stop) in zip(active, bounds, strict=True)}
                 self._states[place] = _State(
                     state.block, now, _content(now), values, bounds)
+            elif not any(map(is_recorded, containers.arrays_in(
+                    now, is_array))):       # the user may have cut it off
+                values = {i: containers.replace(
+                    x, is_array, lambda a: a.detach() if is_recorded(a)
+                    else a) for i, x in values.items()}
             for i in found.keys() & values.keys():
                 found[i][place] = values[i]
         return found
@@ -282,10 +287,10 @@ class DeviceStatistics:
     def settle(self) -> None:
         """Copy to the network what it takes of another device; again after
         each backward pass, until the next pass that trains."""
-        with autograd.pause():
-            for p, i in self._sources.items():
-                values = self.own(i, p)
-                if values is not None:
+        for p, i in self._sources.items():
+            values = self.own(i, p)
+            if values is not None:
+                with autograd.pause():
                     values.copyto(vars(p)["_data"][0])
 
     def write(self, p: Any, values: Sequence[Any]) -> None:
