@@ -15,6 +15,8 @@ autograd, gluon, NDArray = mx.autograd, mx.gluon, mx.nd.NDArray
 _Scope = gluon.block._BlockScope
 #: what tracing sets: one graph serves all contexts
 TRACED = ("_cached_graph", "_cached_op", "_in_format", "_out_format")
+#: attributes that forward does not change
+_LISTS = {"_forward_hooks", "_forward_pre_hooks", "_flags", "_cached_op_args"}
 #: attributes that Gluon itself makes
 INTERNAL = frozenset({*TRACED, *vars(gluon.HybridBlock(prefix="x_"))})
 #: an attribute: (id of a block, name)
@@ -133,7 +135,7 @@ class BlockTree:
         for name, value in list(vars(x).items()):
             if (id(x), name) in self._attributes:
                 value = self._attributes[id(x), name]
-            elif name not in TRACED:
+            elif name not in TRACED and (value or name not in _LISTS):
                 value = self.copy(value)
             new.__dict__[name] = value
         return new

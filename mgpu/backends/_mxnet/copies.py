@@ -217,16 +217,16 @@ class ContextCopies:
 
 
 def run_aside(net: Any, context: Any, call: Callable[[Any], Any],
-              states: Mapping[Place, Any], trains: bool = False
-              ) -> tuple[BlockTree, Any]:
+              states: Mapping[Place, Any], trains: bool = False,
+              hooks: bool = False) -> tuple[BlockTree, Any]:
     """A copy of `net` on a context, and what ``call(copy)`` returns: without
-    gradients and hooks, and nothing that it sets stays. `states`: attributes
-    that differ from the network's."""
+    gradients, and nothing that it sets stays. `states`: attributes that
+    differ from the network's; `hooks`: whether hooks run."""
     with autograd.pause(train_mode=trains), mx.Context(context):
         tree = BlockTree(net, context, {}, {
             place: _own(x, context) for place, x in {
                 **state_of(view_of(net)), **states}.items()})
-        for _, new in tree.blocks:
+        for _, new in () if hooks else tree.blocks:
             new.__dict__.update(_forward_hooks={}, _forward_pre_hooks={})
         return tree, call(tree.net)
 

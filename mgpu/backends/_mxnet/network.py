@@ -145,7 +145,7 @@ class MXNetNetwork(NetworkLayers):
         with self._undone_by_errors():      # an input that does not fit
             self._allocate([context])
             tree, outputs = run_aside(self.net, context, partial(
-                self._call, inputs=inputs), {})
+                self._call, inputs=inputs), {}, hooks=True)
             for x in containers.arrays_in(outputs, is_array):
                 x.wait_to_read()        # its errors would come later
             for p, new in tree.parameters.items():
