@@ -41,7 +41,6 @@ num_gpus = mgpu.num_gpus
 # -- arrays -------------------------------------------------------------------
 
 _NUMBERS = int, float, _np.number
-_TO_NUMPY = "asnumpy(), and NumPy's functions"
 
 
 #: by NumPy's function: the operator of native arrays
@@ -65,13 +64,11 @@ class Rows(Hints, OnDevices, NDArrayOperatorsMixin):
     """
 
     _hints = {
-        **dict.fromkeys(("asscalar", "size"), "asnumpy()"),
-        "detach": "the shards, with the detach of each",
-        **dict.fromkeys(("argmax", "argmin", "max", "min", "reshape",
-                         "astype"), _TO_NUMPY),
+        "asscalar": "asnumpy()",
+        **dict.fromkeys(("argmax", "max", "min", "reshape", "astype"),
+                        "asnumpy(), and NumPy's functions"),
         **dict.fromkeys(("mean", "sum"), "asnumpy().mean(), and backward of "
-                        "the losses themselves: a step divides by the rows"),
-        "attach_grad": "initialize, which gives parameters gradients"}
+                        "the losses themselves: a step divides by the rows")}
 
     def __init__(self, shards: list[Any], context: Sequence[Any]):
         if any(x is not None and not len(x) for x in shards):
@@ -108,17 +105,12 @@ class Rows(Hints, OnDevices, NDArrayOperatorsMixin):
     def __len__(self) -> int:
         return sum(map(len, self._own))
 
-    def __bool__(self) -> bool:
-        raise TypeError("a batch is neither true nor false; received "
-                        f"{self!r}. Ask asnumpy().")
-
-    def __iter__(self) -> Any:
-        raise TypeError("a batch on its contexts is not gone through row by "
-                        f"row; received {self!r}. Use asnumpy(), or shards, "
+    def _not_an_array(self, *_: Any) -> Any:
+        raise TypeError("a batch on its contexts has no truth value and no "
+                        f"items; received {self!r}. Use asnumpy(), or shards, "
                         "the arrays of each context.")
 
-    def __getitem__(self, key: Any) -> Any:
-        self.__iter__()
+    __bool__ = __iter__ = __getitem__ = _not_an_array
 
     def like(self, results: list[Any]) -> Any:
         """`results` as `Rows` on the same contexts: see `OnDevices`."""

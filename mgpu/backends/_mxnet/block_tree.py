@@ -135,7 +135,7 @@ class BlockTree:
         for name, value in list(vars(x).items()):
             if (id(x), name) in self._attributes:
                 value = self._attributes[id(x), name]
-            elif name not in TRACED and (value or name not in _LISTS):
+            elif name not in TRACED and (name not in _LISTS or value):
                 value = self.copy(value)
             new.__dict__[name] = value
         return new

@@ -103,25 +103,23 @@ def named_parameters(net: Any) -> dict[str, Any]:
     are called by the path of their block and Gluon's name in it."""
     found = net._collect_params_with_prefix()
     known, collected = set(map(id, found.values())), net.collect_params()
-
-    def add(path: str, prefix: str, parameters: Iterable[Any]) -> None:
-        for p in parameters:
-            if id(p) in known or collected._params.get(p.name) is not p:
-                continue
-            known.add(id(p))
-            # Of a block that is not in this one: without its number, which
-            # grows with every network that is made.
-            short = p.name[len(prefix):] if p.name.startswith(prefix) \
-                else re.sub(r"\d+_", "_", p.name, count=1)
-            name = short = f"{path}.{short}".lstrip(".")
-            number = 1
-            while name in found:
-                number += 1
-                name = f"{short}_{number}"
-            found[name] = p
-    for path, block in named_blocks(net):
-        add(path, block._prefix, block._params._params.values())
-    add("", net._prefix, list(collected.values()))
+    held = [(path, block._prefix, p) for path, block in named_blocks(net)
+            for p in block._params.values()]
+    for path, prefix, p in held + [("", net._prefix, p)
+                                   for p in collected.values()]:
+        if id(p) in known or collected._params.get(p.name) is not p:
+            continue
+        known.add(id(p))
+        # Of a block that is not in this one: without its number, which grows
+        # with every network that is made.
+        short = p.name[len(prefix):] if p.name.startswith(prefix) \
+            else re.sub(r"\d+_", "_", p.name, count=1)
+        name = short = f"{path}.{short}".lstrip(".")
+        number = 1
+        while name in found:
+            number += 1
+            name = f"{short}_{number}"
+        found[name] = p
     return found
 
 

@@ -123,12 +123,6 @@ class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
             _split=split, _remake=remake, _layers=layers,
             _synchronize=synchronize)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs:
-            raise TypeError("a Gluon block takes no arguments by name; got "
-                            f"{', '.join(kwargs)}.")
-        return super().__call__(*args)
-
     def forward(self, *args: Any) -> Any:
         copies, split = self._copies, self._split
         size = split.size(args, {})

@@ -9,7 +9,8 @@ import numpy as np
 from mgpu.backends import containers
 from mgpu.backends._mxnet.block_tree import (Place, blocks_of, has_form,
                                              is_array, is_recorded,
-                                             on_context, state_of)
+                                             on_context, state_of,
+                                             view_of)
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends.containers import Batch
 
@@ -159,9 +160,10 @@ class DeviceStates:
 
 def set_states(net: Any, states: Mapping[Place, Any]) -> None:
     """Set attributes of the blocks of `net`."""
-    for block in blocks_of(net):
-        block.__dict__.update({name: x for (key, name), x in states.items()
-                               if key == id(block)})
+    view = view_of(net)
+    for (key, name), x in states.items():
+        if key in view:
+            view[key][name] = x
 
 
 def _content(x: Any) -> Any:
