@@ -370,7 +370,7 @@ class MXNetBackend(base.Backend):
         def seeded(thunk: Callable[[], Any]) -> Any:
             if getattr(_here, "drawers", None) is not drawers:
                 _here.drawers = drawers
-                self._begin_streams(1)
+                mx.random.seed(self._child(1))
             return thunk()
         return self._workers.run([functools.partial(seeded, thunk)
                                   for thunk in thunks])
@@ -412,16 +412,13 @@ class MXNetBackend(base.Backend):
             entropy[:3 if self._first else 2]).generate_state(1)
         return int(child) & 0x7FFFFFFF
 
-    def _begin_streams(self, number: int) -> None:
-        mx.random.seed(self._child(number))
-
     def drawing(self, stop: Sequence[Any]
                 ) -> Callable[[], base.ContextManager]:
-        begin = [functools.partial(self._begin_streams, next(self._drawers))]
+        number = next(self._drawers)
 
+        @functools.cache        # in the thread that draws, once
         def block() -> base.ContextManager:
-            while begin:        # in the thread that draws, once
-                begin.pop()()
+            mx.random.seed(self._child(number))
             return contextlib.nullcontext()
         return block
 

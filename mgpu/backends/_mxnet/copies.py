@@ -163,7 +163,8 @@ class ContextCopies:
                 set_states(net, states.get(0, {}))
                 views = {i: trees[i].view() if i else view_of(net)
                          for i in active}
-                before = state_of(views[active[0]])
+                before = state_of(views[active[0]]) if active[0] \
+                    else {**earlier, **states[0]}
                 written = [(p, sets_of(p)) for tree in trees.values()
                            for pair in tree.parameters.items() for p in pair
                            if p.grad_req != "null"]

@@ -5,6 +5,7 @@ after it is Gluon's own.
 """
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,7 @@ def _axis_first(x: Any, axis: int) -> Any:
     return x.swapaxes(0, axis) if axis else x
 
 
+@lru_cache(maxsize=64)
 def _indices(start: int, stop: int, context: Any) -> Any:
     return mx.nd.arange(start, stop, dtype="int64", ctx=context
                         ).reshape((1, -1))

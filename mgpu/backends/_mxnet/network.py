@@ -213,14 +213,10 @@ class MXNetNetwork(NetworkLayers):
                 raise
 
     def values(self) -> dict[str, np.ndarray] | None:
-        found = {}
         self._copies.statistics.settle()
-        for name, parameter, _ in self.entries:
-            value = value_of(parameter)
-            if value is None:
-                return None
-            found[name] = self.backend.to_numpy(value)
-        return found
+        found = {name: value_of(p) for name, p, _ in self.entries}
+        return None if any(x is None for x in found.values()) else {
+            name: self.backend.to_numpy(x) for name, x in found.items()}
 
     def missing(self) -> set[str]:
         return {name for name, p, _ in self.entries
