@@ -145,15 +145,15 @@ class Rows(Hints, OnDevices, NDArrayOperatorsMixin):
 
     as_in_ctx = as_in_context
 
-    def __array_ufunc__(self, function: Any, method: str, *inputs: Any,
-                        **options: Any) -> "Rows":
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any,
+                        **kwargs: Any) -> "Rows":
         """An operator of these rows with numbers or other `Rows`, on each
         device; of floats, since engines divide whole numbers otherwise."""
-        of = _OPERATORS.get(function)
-        if of is None or method != "__call__" or options:
+        of = _OPERATORS.get(ufunc)
+        if of is None or method != "__call__" or kwargs:
             raise TypeError(
                 f"batches on their contexts have + - * / and **; received "
-                f"{function.__name__} of {self!r}. Use asnumpy().")
+                f"{ufunc.__name__} of {self!r}. Use asnumpy().")
         columns = []
         for x in inputs:
             if isinstance(x, _NUMBERS):

@@ -37,7 +37,7 @@ def kind_of(name: str, parameter: Any) -> str:
     return "weight" if matrix else "unknown"
 
 
-def value_of(parameter: Any) -> Any | None:
+def value_of(parameter: Any) -> Any:
     """The array on the first context, or None before there is one."""
     try:
         return all_stored(parameter)[0]

@@ -104,13 +104,12 @@ class MXNetNetwork(NetworkLayers):
             if data is not None:
                 p._deferred_init = (*how, data.astype(dtype))
 
-    def _allocate(self, contexts: Sequence[Any]) -> None:
+    def _allocate(self, context: Any) -> None:
         """Arrays on one context, with the values that are there; what Gluon
         was told to draw is drawn as soon as its shape is known."""
-        contexts = list(contexts)
         for _, p, _ in self.entries:
             value = value_of(p)
-            if value is not None and contexts == p.list_ctx() \
+            if value is not None and [context] == p.list_ctx() \
                     and is_np(value) == mx.util.is_np_array():
                 if p.grad_req != "null" and value.grad is None:
                     p._init_grad()      # copy.deepcopy leaves it out
@@ -120,13 +119,13 @@ class MXNetNetwork(NetworkLayers):
                     else value.as_nd_ndarray()
                 p._shape = value.shape
                 with mx.autograd.pause():
-                    p._init_impl(value, contexts)
+                    p._init_impl(value, [context])
             elif p._deferred_init:
-                p.reset_ctx(contexts)
+                p.reset_ctx(context)
                 if shape_of(p) is not None:
                     p._finish_deferred_init()
             else:
-                p.initialize(ctx=contexts, default_init=mx.init.Zero())
+                p.initialize(ctx=context, default_init=mx.init.Zero())
 
     @contextlib.contextmanager
     def _undone_by_errors(self) -> Iterator[None]:
@@ -143,7 +142,7 @@ class MXNetNetwork(NetworkLayers):
         inputs = self.in_order(*base.apart(inputs))
         context = self.backend.handle(device)
         with self._undone_by_errors():      # an input that does not fit
-            self._allocate([context])
+            self._allocate(context)
             tree, outputs = run_aside(self.net, context, partial(
                 self._call, inputs=inputs), {}, hooks=True)
             for x in containers.arrays_in(outputs, is_array):
@@ -229,12 +228,12 @@ class MXNetNetwork(NetworkLayers):
         return [name for name, p, _ in self.entries if id(p) in theirs]
 
     def defer(self, devices, draws) -> bool:
-        contexts = [self.backend.handle(d) for d in devices[:1]]
+        context = self.backend.handle(devices[0])
         with self._undone_by_errors():
-            self._allocate(contexts)
+            self._allocate(context)
             for number, draw in draws.items():
                 self.entries[number][1].initialize(
-                    _Drawn(draw), contexts, force_reinit=True)
+                    _Drawn(draw), context, force_reinit=True)
         self._deferred = True
         return True
 
@@ -259,7 +258,7 @@ class MXNetNetwork(NetworkLayers):
 
     def place(self, devices: Sequence[Any]) -> None:
         self.contexts = [self.backend.handle(d) for d in devices]
-        self._allocate(self.contexts[:1])
+        self._allocate(self.contexts[0])
         self._mend_frozen()
         for _, p, _ in () if self._deferred else self.entries:
             if value_of(p).grad is not None:

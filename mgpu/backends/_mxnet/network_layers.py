@@ -152,11 +152,10 @@ class NetworkLayers(base.Network):
             mx.autograd.is_training()
         if not recording or training:
             # The network's own code may change the mode for a layer.
-            changed = self._may_predict if recording or sync and not training \
-                else []
             with computing_by([
                     (layer, None if recording else partial(_not_joined, layer))
-                    for layer in changed if "forward" not in vars(layer)]):
+                    for layer in self._may_predict
+                    if recording or sync and not training]):
                 yield
             return
         loose = self._loose()
@@ -236,17 +235,22 @@ def computing_by(forwards: Sequence[
     """In the block layers that train compute by functions of mgpu (None:
     their own); batch norms that predict use their running statistics by
     name."""
+    before = [(vars(layer), vars(layer).get("forward"))
+              for layer, _ in forwards]
     try:
         for layer, forward in forwards:
-            layer.__dict__["forward"] = partial(_by_mode, layer, forward)
+            layer.__dict__["forward"] = partial(
+                _by_mode, layer, layer.forward, forward)
         yield
     finally:
-        for layer, _ in forwards:
-            layer.__dict__.pop("forward", None)
+        for attributes, own in before:
+            attributes.pop("forward", None)
+            if own is not None:
+                attributes["forward"] = own
 
 
-def _by_mode(layer: Any, forward: Callable[[Any], Any] | None, x: Any) -> Any:
-    own = partial(type(layer).forward, layer)
+def _by_mode(layer: Any, own: Callable[[Any], Any],
+             forward: Callable[[Any], Any] | None, x: Any) -> Any:
     if mx.autograd.is_training():
         return (forward or own)(x)
     # Symbols are what all passes of a compiled network are made of.

@@ -30,7 +30,7 @@ def on() -> bool:
     return bool(_ledgers.active())
 
 
-class _Borrowed(mx.nd.NDArray):     # type: ignore[name-defined]
+class _Borrowed(mx.nd.NDArray):
     """An array of the library that somebody else frees."""
 
     __slots__ = ()
