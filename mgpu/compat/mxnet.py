@@ -19,6 +19,7 @@ list of arrays, one for each context, as in Gluon.
 """
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as _np
@@ -208,18 +209,11 @@ class HostArray(_np.ndarray):
 
 # -- names --------------------------------------------------------------------
 
-class Names(Hints):
+class Names(Hints, SimpleNamespace):
     """A module of MXNet's with the names that have a meaning here."""
 
-    def __init__(self, module: str, hints: Mapping[str, str], **names: Any):
-        self.__name__ = module
-        self.__dict__.update(names, _hints=hints)
-
-    def __dir__(self) -> list[str]:
-        return sorted(set(vars(self)) - {"_hints", "__name__"})
-
-    def __repr__(self) -> str:
-        return f"<{self.__name__} of MXNet in mgpu: {', '.join(dir(self))}>"
+    def __init__(self, hints: Mapping[str, str], **names: Any):
+        super().__init__(_hints=hints, **names)
 
 
 def initialize(net: Any, init: Any = None, ctx: Any = None,
@@ -407,36 +401,36 @@ _NETWORKS = "mxnet.gluon or torch.nn: a network is that of one framework"
 _ARRAYS = "NumPy arrays, or mgpu.put(x, device)"
 
 init = initializer = initializers
-metric = Names("metric", dict.fromkeys(
+metric = Names(dict.fromkeys(
     ("MAE", "MSE", "RMSE", "CrossEntropy", "NegativeLogLikelihood", "MCC",
      "PearsonCorrelation", "CustomMetric", "np"),
     "NumPy on the outputs of Replicas.predict"), **{
         name: getattr(metrics, name) for name in metrics.__all__})
-autograd = Names("autograd", {
+autograd = Names({
     "grad": "mgpu.backward and mgpu.grad",
     "train_mode": "autograd.record(), inside which layers train",
     "predict_mode": "autograd.pause(), inside which layers predict"},
     record=mgpu.record, pause=mgpu.no_grad, backward=backward)
-nd = Names("nd", {
+nd = Names({
     **dict.fromkeys(("array", "zeros", "ones"), _ARRAYS),
     "save": "Replicas.save", "load": "Replicas.load"},
     waitall=mgpu.waitall)
-random = Names("random", {}, seed=mgpu.seed)
+random = Names({}, seed=mgpu.seed)
 gluon = Names(
-    "gluon", {**dict.fromkeys(("contrib", "nn", "rnn", "Block", "HybridBlock",
-                               "model_zoo"), _NETWORKS),
-              "SymbolBlock": "mgpu.from_gluon"},
+    {**dict.fromkeys(("contrib", "nn", "rnn", "Block", "HybridBlock",
+                      "model_zoo"), _NETWORKS),
+     "SymbolBlock": "mgpu.from_gluon"},
     Trainer=mgpu.Trainer, Parameter=mgpu.Parameter, metric=metric,
-    loss=Names("gluon.loss", {
+    loss=Names({
         "Loss": "a function of output and label, which gives a value for each "
         "row"}, **{
         name: _over_devices(cls) for name, cls in vars(losses).items()
         if isinstance(cls, type) and issubclass(cls, losses.Loss)
         and cls is not losses.Loss}),
-    utils=Names("gluon.utils", {"download": "mgpu.datasets"},
+    utils=Names({"download": "mgpu.datasets"},
                 split_and_load=mgpu.split_and_load, split_data=mgpu.split_data,
                 clip_global_norm=mgpu.clip_global_norm),
-    data=Names("gluon.data", {"vision": "mgpu.datasets"},
+    data=Names({"vision": "mgpu.datasets"},
                ArrayDataset=ArrayDataset, DataLoader=DataLoader))
 
 #: other modules of MXNet's, and what to use

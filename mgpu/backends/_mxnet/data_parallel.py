@@ -34,10 +34,6 @@ class Arrays:
     def sequences(x: Any) -> None:
         """MXNet has no packed batches."""
 
-    @staticmethod
-    def packed(sequences: Sequence[Any], like: Any) -> Any:
-        raise NotImplementedError
-
     @classmethod
     def take(cls, x: Any, axis: int, start: int, stop: int, device: Any
              ) -> Any:

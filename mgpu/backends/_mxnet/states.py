@@ -2,6 +2,7 @@
 running statistics."""
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,42 +121,38 @@ class DeviceStates:
             if not (is_set or is_array(x) or containers.parts(x)
                     or first and isinstance(x, np.ndarray)):
                 continue
-            shown, bounds = self._on_first(x), None
             if first and not is_set and _is_equal(
                     _content(x), _content(vars(block).get(name))):
                 continue
+            shown, bounds = None, None
             if is_set and len(views) > 1 \
-                    and containers.arrays_in(x, is_array) \
-                    and self._is_joined(values, place, block, batch):
-                shown, bounds = vars(block)[name], list(batch.bounds)
+                    and containers.arrays_in(x, is_array):
+                shown, bounds = _joined(
+                    list(values.values()), f"{type(block).__name__}.{name}",
+                    place, batch), list(batch.bounds)
+            if shown is None:       # the first device's stands for all
+                shown, bounds = containers.replace(
+                    x, is_array, partial(on_context,
+                                         context=self._contexts[0])), None
             block.__dict__[name] = shown
             self._states[place] = _State(block, shown, _content(shown),
                                          values, bounds)
 
-    def _is_joined(self, values: Mapping[int, Any], place: Place, block: Any,
-                   batch: Batch) -> bool:
-        """Join the devices' values, and set the attribute to that. False
-        where the first device's stands for all."""
-        name = f"{type(block).__name__}.{place[1]}"
-        try:
-            block.__dict__[place[1]] = batch.join(list(values.values()), name,
-                                                  place)
-            return True
-        except ValueError as error:
-            if not any(is_recorded(x) for x in containers.arrays_in(
-                    list(values.values()), is_array)):
-                return False
-            contents = list(map(_content, values.values()))
-            if all(_is_equal(x, contents[0]) for x in contents):
-                return False
+
+def _joined(values: list[Any], name: str, place: Place, batch: Batch) -> Any:
+    """The devices' values as one; None where the first device's stands for
+    all."""
+    try:
+        return batch.join(values, name, place)
+    except ValueError as error:
+        contents = list(map(_content, values))
+        if any(map(is_recorded, containers.arrays_in(values, is_array))) \
+                and not all(_is_equal(x, contents[0]) for x in contents):
             raise ValueError(
                 f"forward has set {name}, which differs between devices and "
                 "has no entry for each example. Return it from forward."
             ) from error
-
-    def _on_first(self, x: Any) -> Any:
-        return containers.replace(x, is_array, lambda a: on_context(
-            a, self._contexts[0]))
+        return None
 
 
 def set_states(net: Any, states: Mapping[Place, Any]) -> None:
