@@ -20,6 +20,7 @@ from mgpu.backends._mxnet.block_tree import (BlockTree, Place, alias,
                                              state_of, view_of)
 from mgpu.backends._mxnet.blocks import parameters_of
 from mgpu.backends._mxnet.framework import mx
+from mgpu.backends._mxnet.layers import stored
 from mgpu.backends._mxnet.states import (DeviceStates, DeviceStatistics,
                                          set_states, sets_of)
 from mgpu.backends._workers import run_in_turn
@@ -62,7 +63,7 @@ class ContextCopies:
         self.net, self.contexts = net, list(contexts)
         self._call, self._run, self._one_backward = call, run, one_backward
         self.statistics = DeviceStatistics(statistics, contexts)
-        self._moved = list(buffers)
+        self._moved = set(buffers)
         self._states = DeviceStates(net, contexts)
         self._lock = threading.RLock()
         #: by device: see `BlockTree`
@@ -183,11 +184,10 @@ class ContextCopies:
         if trains:
             self.statistics.end(active)
         if active[0]:       # the network takes the first device's buffers
+            first = trees[active[0]].parameters
             with autograd.pause():
-                for p in self._moved:
-                    if p in trees[active[0]].parameters and vars(p)["_data"]:
-                        vars(trees[active[0]].parameters[p])["_data"][
-                            0].copyto(vars(p)["_data"][0])
+                for p in first.keys() & self._moved:
+                    stored(first[p]).copyto(stored(p))
         self._states.end(before, views, batch)
         return dict(zip(active, outputs, strict=True))
 

@@ -271,7 +271,7 @@ class MXNetNetwork(NetworkLayers):
             self.net, self.contexts, call=self._call,
             run=lambda thunks: self.runner(thunks), one_backward=True,
             statistics=[p for _, p, kind in self.entries
-                        if kind in base.STATISTICS and not self._options.sync],
+                        if kind in base.STATISTICS],
             buffers=[p for _, p, kind in self.entries
                      if kind in base.BUFFERS])
 
