@@ -125,13 +125,11 @@ class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
         copies, split = self._copies, self._split
         size = split.size(args, {})
         contexts = copies.contexts[:size or 1]
-        if size is None or len(copies.contexts) == 1:
+        if len(contexts) == 1:
+            copies.check_count(1)
             return self.module(*args)
         bounds = split.bounds(size, len(contexts))
         calls = split.split(args, {}, size, contexts, bounds)
-        if len(contexts) == 1:
-            copies.check_count(1)
-            return self.module(*calls[0][0])
         expected = split.expected(lambda: run_aside(
             self.module, contexts[0], lambda net: net(*args), {},
             autograd.is_training())[1])
