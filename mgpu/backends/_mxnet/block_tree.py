@@ -75,7 +75,7 @@ class BlockTree:
     def __init__(self, net: Any, context: Any, buffers: dict[Any, Any],
                  attributes: Mapping[Place, Any],
                  own: Mapping[Any, Any] = types.MappingProxyType({})) -> None:
-        self.context, self._buffers = context, buffers
+        self.context, self._memory = context, buffers
         self._attributes, self._own = attributes, own
         #: by id: (object, its copy); the object keeps its id
         self._memo: dict[int, tuple[Any, Any]] = {}
@@ -168,7 +168,7 @@ class BlockTree:
                 "only.")
         new.__dict__.update(
             _data=[self._own[p] if p in self._own
-                   else copied(p, self.context, self._buffers)],
+                   else copied(p, self.context, self._memory)],
             _ctx_list=[self.context], _ctx_map=self._context_map)
 
     def update(self) -> None:

@@ -67,7 +67,7 @@ class ContextCopies:
         self._states = DeviceStates(net, contexts)
         self._lock = threading.RLock()
         #: by device: see `BlockTree`
-        self._buffers: list[dict[Any, Any]] = [{} for _ in contexts]
+        self._arrays: list[dict[Any, Any]] = [{} for _ in contexts]
         self._count = 0         # of devices in the last recorded pass
         #: of the last device, before the last pass
         self._before: dict[Place, Any] = {}
@@ -142,7 +142,7 @@ class ContextCopies:
         """Device `i`'s copy of the Parameter `p`, with the network's
         value."""
         with self._lock, autograd.pause():
-            return copied(p, self.contexts[i], self._buffers[i])
+            return copied(p, self.contexts[i], self._arrays[i])
 
     # -- passes ---------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class ContextCopies:
             with self._one_pass(len(active)):
                 # Queued before device 0's pass, which keeps it busy.
                 trees = {i: BlockTree(
-                    net, self.contexts[i], self._buffers[i], states[i],
+                    net, self.contexts[i], self._arrays[i], states[i],
                     self.statistics.begin(i) if trains else {})
                     for i in active if i}
                 set_states(net, states.get(0, {}))

@@ -149,7 +149,8 @@ class MXNetNetwork(NetworkLayers):
                 x.wait_to_read()        # its errors would come later
             for p, new in tree.parameters.items():
                 if value_of(p) is None:
-                    p.__dict__.update(vars(new), _trainer=p._trainer)
+                    vars(p).update((name, x) for name, x in vars(new).items()
+                                   if name != "_trainer")
 
     def give_shapes(self, shapes) -> None:
         unknown = {name: p for name, p, _ in self.entries

@@ -243,7 +243,7 @@ class DeviceStatistics:
 
     def __init__(self, parameters: Sequence[Any], contexts: Sequence[Any]
                  ) -> None:
-        self._parameters, self._contexts = list(parameters), list(contexts)
+        self.parameters, self._contexts = list(parameters), list(contexts)
         self._own: list[dict[Any, _Own]] = [{} for _ in contexts]
         #: by parameter: the device whose values the network takes
         self._sources: dict[Any, int] = {}
@@ -257,7 +257,7 @@ class DeviceStatistics:
     def begin(self, i: int) -> dict[Any, Any]:
         """By parameter, device `i`'s arrays for a pass that trains, which
         writes to them."""
-        return {p: self._values(i, p) for p in self._parameters
+        return {p: self._values(i, p) for p in self.parameters
                 if vars(p)["_data"]}
 
     def _values(self, i: int, p: Any) -> Any:
@@ -280,7 +280,7 @@ class DeviceStatistics:
             for p, one in own.items():
                 own[p] = one._replace(sets=sets_of(p) if i in active else -1)
         self._sources = {} if 0 in active else dict.fromkeys(
-            self._parameters, active[0])
+            self.parameters, active[0])
         (_waiting.add if self._sources else _waiting.discard)(self)
 
     def settle(self) -> None:
