@@ -181,6 +181,26 @@ def test_a_forward_pass_without_recording_moves_nothing(engine, devices):
                 assert_bit_equal(value, np.full(2, float("var" in name)))
 
 
+def test_joint_statistics_without_examples_on_the_first_device(engine):
+    """The network has them."""
+    found = []
+    for shards in ((images(4), None), (None, images(4))):
+        replicas = initialize(batch_norm(engine), on(2), "sync")
+        start = replicas.export_numpy()
+        with mgpu.record():
+            losses = [x.sum() for x in replicas([
+                None if x is None else mgpu.put(x, device)
+                for x, device in zip(shards, replicas.devices)])
+                if x is not None]
+        mgpu.backward(losses)
+        found.append([replicas.export_numpy()[f"0.running_{name}"]
+                      for name in ("mean", "var")])
+    for first, second, before in zip(*found, [
+            start[f"0.running_{name}"] for name in ("mean", "var")]):
+        assert_bit_equal(first, second)
+        assert (first != before).all()
+
+
 def test_frozen_gamma_and_beta(engine, devices):
     """``scale=False, center=False``, and ``affine=False``."""
     options = {"scale": False, "center": False} if engine.name == "mxnet" \

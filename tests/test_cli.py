@@ -340,8 +340,6 @@ if "mxnet" in BACKENDS:
         ("MXNET_CPU_TEMP_COPY", "4", "mgpu's own choice, 96", "warning"),
         ("MXNET_EXEC_BULK_EXEC_TRAIN", "1", "own choice, 0", "warning"),
         ("MXNET_ENGINE_TYPE", "NaiveEngine", "tested without", "warning"),
-        ("MXNET_OMP_MAX_THREADS", "4", "loaded MXNet with 1 instead",
-         "info"),
     ])
     def test_settings_of_mxnet(default, patch, name, value, words,
                                level):

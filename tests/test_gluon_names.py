@@ -948,7 +948,7 @@ def test_a_name_of_mxnet_without_a_meaning_names_the_word():
             (names.autograd, "grad", "mgpu.grad"),
             (names, "np", "NumPy on the host"),
             (names.metric, "RMSE", "Replicas.predict"),
-            (names.optimizer, "SGD", "gluon.Trainer"),
+            (names, "optimizer", "gluon.Trainer"),
             (names.gluon.loss, "Loss", "a function of output and label"),
             (names.Rows([], []), "sum", "a step divides by the rows"),
             (names.gluon.data, "vision", "mgpu.datasets")):

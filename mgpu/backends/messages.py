@@ -87,26 +87,6 @@ def own_batch_norm(paths: Iterable[str]) -> ValueError:
         "plain layer.")
 
 
-def explain_states(error: Exception, states: Iterable[tuple[str, Any]],
-                   rows: int, count: int) -> None:
-    """ValueError if `error` is about shapes, and an array in an attribute has
-    the rows of a whole batch, of which each of `count` devices has
-    `rows`."""
-    if count == 1 or not re.search("(?i)shape|size|broadcast|dimension",
-                                   str(error)):
-        return
-    for name, shape in states:
-        if any(n > rows and rows in (n // count, -(-n // count))
-               for n in shape):
-            raise ValueError(
-                "on several devices a state that a network keeps has the rows"
-                f" of its device; received {name!r} of shape {tuple(shape)} "
-                f"where the device has {rows} rows: "
-                f"{str(error).strip().splitlines()[0]}. Set it to None and "
-                "make it in forward(), of as many rows as the input has; "
-                "pass states as inputs; or use one device.") from error
-
-
 def not_joined(what: Iterable[str]) -> ValueError:
     """Layers or functions that normalise each device's rows by themselves,
     under ``batch_norm="sync"``."""
@@ -123,27 +103,6 @@ def wrong_device(device: Any, actual: Any) -> ValueError:
     return ValueError(
         f"the replica on {device} takes arrays on {device}; received one on "
         f"{actual}. Use mgpu.put(x, {device}) or mgpu.split_and_load.")
-
-
-def nameless_blocks(kind: type, only: Sequence[str]) -> TypeError:
-    """A Block has parameters that Gluon never gives anything to."""
-    return TypeError(
-        "Gluon calls a Block with inputs by their place, so a name stands for "
-        f"the place that forward gives it; received {kind.__name__}, whose "
-        "forward has " + (f"{list(only)} by name only" if only else
-                          "**kwargs, which give names no place")
-        + ". Write each input as a parameter of forward, without a star "
-        "before it.")
-
-
-def wrong_names(kind: type, known: Sequence[str], places: int,
-                named: Iterable[str], error: Exception) -> TypeError:
-    """Inputs that were given by name do not fit the network's forward."""
-    return TypeError(
-        f"inputs by name are parameters of the network's forward, {known} of "
-        f"{kind.__name__}; received {places} without names and "
-        f"{', '.join(f'{name}=' for name in named)}: {error}. Give each "
-        "parameter without a default once.")
 
 
 def not_native(x: Any, backend: str) -> TypeError:

@@ -19,9 +19,11 @@ list of arrays, one for each context, as in Gluon.
 """
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as _np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 import mgpu
 from mgpu import arguments, initializers, losses, lr_scheduler, metrics
@@ -29,9 +31,9 @@ from mgpu.arguments import Hints, one_of
 from mgpu.device import as_devices
 from mgpu.nested import OnDevices, shards_of
 
-__all__ = ["Context", "HostArray", "Rows", "autograd", "callback", "cpu",
-           "gluon", "gpu", "init", "initialize", "initializer", "io",
-           "lr_scheduler", "metric", "nd", "num_gpus", "optimizer", "random"]
+__all__ = ["Context", "HostArray", "Rows", "autograd", "cpu", "gluon", "gpu",
+           "init", "initialize", "initializer", "lr_scheduler", "metric",
+           "nd", "num_gpus", "random"]
 
 Context, cpu, gpu = mgpu.Device, mgpu.cpu, mgpu.gpu
 num_gpus = mgpu.num_gpus
@@ -40,16 +42,16 @@ num_gpus = mgpu.num_gpus
 # -- arrays -------------------------------------------------------------------
 
 _NUMBERS = int, float, _np.number
-_TO_NUMPY = "asnumpy(), and NumPy's functions"
 
 
-def _both_ways(of: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
-    """The methods of `Rows` for an operator, and for it from the right."""
-    return (lambda self, other: self._with(other, of),
-            lambda self, other: self._with(other, lambda x, y: of(y, x)))
+#: by NumPy's function: the operator of native arrays
+_OPERATORS: dict[Any, Callable[..., Any]] = {
+    _np.add: operator.add, _np.subtract: operator.sub,
+    _np.multiply: operator.mul, _np.divide: operator.truediv,
+    _np.power: operator.pow, _np.negative: operator.neg}
 
 
-class Rows(Hints, OnDevices):
+class Rows(Hints, OnDevices, NDArrayOperatorsMixin):
     """A batch on its contexts, as one array is in a Gluon script.
 
     ``len`` and `shape` are those of the whole batch. Numbers and other `Rows`
@@ -63,21 +65,20 @@ class Rows(Hints, OnDevices):
     """
 
     _hints = {
-        **dict.fromkeys(("asscalar", "size"), "asnumpy()"),
-        "detach": "the shards, with the detach of each",
-        **dict.fromkeys(("argmax", "argmin", "max", "min", "reshape",
-                         "astype"), _TO_NUMPY),
+        "asscalar": "asnumpy()",
+        **dict.fromkeys(("argmax", "max", "min", "reshape", "astype"),
+                        "asnumpy(), and NumPy's functions"),
         **dict.fromkeys(("mean", "sum"), "asnumpy().mean(), and backward of "
-                        "the losses themselves: a step divides by the rows"),
-        "attach_grad": "initialize, which gives parameters gradients"}
-    #: NumPy's arrays leave operators to this class
-    __array_ufunc__ = None
-    __hash__ = None     # type: ignore[assignment]
+                        "the losses themselves: a step divides by the rows")}
 
     def __init__(self, shards: list[Any], context: Sequence[Any]):
         if any(x is not None and not len(x) for x in shards):
             shards = [x if x is not None and len(x) else None for x in shards]
         self.shards, self.context = shards, list(context)
+
+    @property
+    def _own(self) -> list[Any]:
+        return [x for x in self.shards if x is not None]
 
     def __repr__(self) -> str:
         return f"Rows of shape {self.shape} on {self.context}"
@@ -90,8 +91,7 @@ class Rows(Hints, OnDevices):
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the whole batch."""
-        arrays = [x for x in self.shards if x is not None]
-        return (len(self), *(arrays[0].shape[1:] if arrays else ()))
+        return (len(self), *(self._own[0].shape[1:] if self._own else ()))
 
     @property
     def ndim(self) -> int:
@@ -101,22 +101,17 @@ class Rows(Hints, OnDevices):
     @property
     def dtype(self) -> Any:
         """That of the arrays; None without any."""
-        return next((x.dtype for x in self.shards if x is not None), None)
+        return self._own[0].dtype if self._own else None
 
     def __len__(self) -> int:
-        return sum(len(x) for x in self.shards if x is not None)
+        return sum(map(len, self._own))
 
-    def __bool__(self) -> bool:
-        raise TypeError("a batch is neither true nor false; received "
-                        f"{self!r}. Ask asnumpy().")
-
-    def __iter__(self) -> Any:
-        raise TypeError("a batch on its contexts is not gone through row by "
-                        f"row; received {self!r}. Use asnumpy(), or shards, "
+    def _not_an_array(self, *_: Any) -> Any:
+        raise TypeError("a batch on its contexts has no truth value and no "
+                        f"items; received {self!r}. Use asnumpy(), or shards, "
                         "the arrays of each context.")
 
-    def __getitem__(self, key: Any) -> Any:
-        self.__iter__()
+    __bool__ = __iter__ = __getitem__ = _not_an_array
 
     def like(self, results: list[Any]) -> Any:
         """`results` as `Rows` on the same contexts: see `OnDevices`."""
@@ -130,17 +125,12 @@ class Rows(Hints, OnDevices):
                         "rows. Give the network data.shards, a list, and use "
                         "the list that it returns.")
             return Rows(results, self.context)
-        if not isinstance(first, (tuple, list)):
-            raise TypeError(
-                "a network gives arrays, or a tuple of them; received "
-                f"{type(first).__name__}. Give it data.shards, a list.")
         return tuple(self.like([None if x is None else x[i] for x in results])
                      for i in range(len(first)))
 
     def asnumpy(self) -> _np.ndarray:
         """All rows, a copy on the host; waits for them."""
-        return _np.concatenate([mgpu.to_numpy(x) for x in self.shards
-                                if x is not None])
+        return _np.concatenate(list(map(mgpu.to_numpy, self._own)))
 
     def backward(self) -> None:
         """`mgpu.backward` of these losses."""
@@ -156,49 +146,40 @@ class Rows(Hints, OnDevices):
 
     as_in_ctx = as_in_context
 
-    def _with(self, other: Any, of: Callable[[Any, Any], Any]) -> "Rows":
-        """`of` this and `other`, on each device; of floats, since engines
-        divide whole numbers otherwise."""
-        for x in (self, other):
-            if isinstance(x, Rows) and "float" not in str(x.dtype):
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any,
+                        **kwargs: Any) -> "Rows":
+        """An operator of these rows with numbers or other `Rows`, on each
+        device; of floats, since engines divide whole numbers otherwise."""
+        of = _OPERATORS.get(ufunc)
+        if of is None or method != "__call__" or kwargs:
+            raise TypeError(
+                f"batches on their contexts have + - * / and **; received "
+                f"{ufunc.__name__} of {self!r}. Use asnumpy().")
+        columns = []
+        for x in inputs:
+            if isinstance(x, _NUMBERS):
+                columns.append([x] * len(self.shards))
+                continue
+            if not isinstance(x, Rows):
+                raise TypeError(
+                    "a batch on its contexts is joined with numbers and other "
+                    f"batches; received {type(x).__name__}. Put an array on "
+                    "the contexts first: x.as_in_context(ctx).")
+            if "float" not in str(x.dtype):
                 raise TypeError(
                     "batches on their contexts compute in floats; received "
                     f"{x!r} of {x.dtype}. Convert it on the host: "
                     "x.astype('float32').as_in_context(ctx).")
-        if isinstance(other, Rows):
-            sizes, others = (
-                [(len(x), x.ndim) for x in rows.shards if x is not None]
-                for rows in (self, other))
-            if sizes != others or self.context != other.context:
+            if [(len(a), a.ndim) for a in self._own] != [
+                    (len(a), a.ndim) for a in x._own] \
+                    or self.context != x.context:
                 raise ValueError(
                     "two batches have the same rows on the same contexts, "
-                    f"and as many axes; received {self!r} and {other!r}. "
+                    f"and as many axes; received {self!r} and {x!r}. "
                     "Reshape them on the host.")
-            return Rows(mgpu.parallel(of, self.shards, other.shards),
-                        self.context)
-        if isinstance(other, _NUMBERS):
-            return Rows(mgpu.parallel(lambda x: of(x, other), self.shards),
-                        self.context)
-        raise TypeError(
-            "a batch on its contexts is joined with numbers and other "
-            f"batches; received {type(other).__name__}. Put an array on the "
-            "contexts first: x.as_in_context(ctx).")
-
-    __add__, __radd__ = _both_ways(operator.add)
-    __sub__, __rsub__ = _both_ways(operator.sub)
-    __mul__, __rmul__ = _both_ways(operator.mul)
-    __truediv__, __rtruediv__ = _both_ways(operator.truediv)
-    __pow__, __rpow__ = _both_ways(operator.pow)
-
-    def __neg__(self) -> "Rows":
-        return self * -1
-
-    def _compared(self, other: Any) -> Any:
-        raise TypeError("batches are compared on the host; received "
-                        f"{self!r}. Use asnumpy().")
-
-    __eq__ = __ne__ = _compared
-    __lt__ = __le__ = __gt__ = __ge__ = _compared
+            columns.append(x.shards)
+        return Rows([None if one is None else of(*row) for one, row in zip(
+            self.shards, zip(*columns))], self.context)
 
 
 class HostArray(_np.ndarray):
@@ -228,18 +209,11 @@ class HostArray(_np.ndarray):
 
 # -- names --------------------------------------------------------------------
 
-class Names(Hints):
+class Names(Hints, SimpleNamespace):
     """A module of MXNet's with the names that have a meaning here."""
 
-    def __init__(self, module: str, hints: Mapping[str, str], **names: Any):
-        self.__name__ = module
-        self.__dict__.update(names, _hints=hints)
-
-    def __dir__(self) -> list[str]:
-        return sorted(set(vars(self)) - {"_hints", "__name__"})
-
-    def __repr__(self) -> str:
-        return f"<{self.__name__} of MXNet in mgpu: {', '.join(dir(self))}>"
+    def __init__(self, hints: Mapping[str, str], **names: Any):
+        super().__init__(_hints=hints, **names)
 
 
 def initialize(net: Any, init: Any = None, ctx: Any = None,
@@ -328,9 +302,11 @@ class ArrayDataset:
 
     def transform(self, fn: Callable[..., Any], lazy: bool = True) -> Any:
         """``fn(*row)`` in the place of each row; where it is read, or now."""
-        changed = _Transformed(self, fn)
-        return changed if lazy else _Entries(
-            [changed[i] for i in range(len(self))])
+        def entry(i: Any) -> Any:
+            row = self[i]
+            return fn(*row) if isinstance(row, tuple) else fn(row)
+        return _Entries(len(self), entry if lazy else [
+            entry(i) for i in range(len(self))].__getitem__)
 
     def transform_first(self, fn: Callable[[Any], Any], lazy: bool = True
                         ) -> Any:
@@ -339,27 +315,15 @@ class ArrayDataset:
                               else fn(x), lazy)
 
 
-class _Transformed(ArrayDataset):
-    def __init__(self, source: Any, fn: Callable[..., Any]):
-        self._source, self._fn = source, fn
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, i: Any) -> Any:
-        row = self._source[i]
-        return self._fn(*row) if isinstance(row, tuple) else self._fn(row)
-
-
 class _Entries(ArrayDataset):
-    def __init__(self, entries: Sequence[Any]):
-        self._entries = entries
+    def __init__(self, length: int, entry: Callable[[Any], Any]):
+        self._length, self._entry = length, entry
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._length
 
     def __getitem__(self, i: Any) -> Any:
-        return self._entries[i]
+        return self._entry(i)
 
 
 class DataLoader:
@@ -437,71 +401,48 @@ _NETWORKS = "mxnet.gluon or torch.nn: a network is that of one framework"
 _ARRAYS = "NumPy arrays, or mgpu.put(x, device)"
 
 init = initializer = initializers
-metric = Names("metric", dict.fromkeys(
+metric = Names(dict.fromkeys(
     ("MAE", "MSE", "RMSE", "CrossEntropy", "NegativeLogLikelihood", "MCC",
      "PearsonCorrelation", "CustomMetric", "np"),
     "NumPy on the outputs of Replicas.predict"), **{
         name: getattr(metrics, name) for name in metrics.__all__})
-optimizer = Names("optimizer", dict.fromkeys(
-    ("Optimizer", "SGD", "Adam", "create", "register"), "the name and a dict "
-    "of options in gluon.Trainer, or an object of mxnet.optimizer's"))
-io = Names("io", dict.fromkeys(
-    ("NDArrayIter", "DataIter", "DataBatch"), "gluon.data.DataLoader, or that "
-    "of mxnet in mgpu.train"))
-callback = Names("callback", dict.fromkeys(
-    ("Speedometer", "do_checkpoint"), "mgpu.callbacks, with mgpu.train"))
-autograd = Names("autograd", {
+autograd = Names({
     "grad": "mgpu.backward and mgpu.grad",
     "train_mode": "autograd.record(), inside which layers train",
-    "predict_mode": "autograd.pause(), inside which layers predict",
-    **dict.fromkeys(("is_training", "is_recording"),
-                    "mgpu.get_backend().is_recording()")},
+    "predict_mode": "autograd.pause(), inside which layers predict"},
     record=mgpu.record, pause=mgpu.no_grad, backward=backward)
-nd = Names("nd", {
-    "array": _ARRAYS, "zeros": _ARRAYS, "ones": _ARRAYS,
-    **dict.fromkeys(("concat", "stack", "dot"), "NumPy's functions on the "
-                    "host; layers have their framework's"),
+nd = Names({
+    **dict.fromkeys(("array", "zeros", "ones"), _ARRAYS),
     "save": "Replicas.save", "load": "Replicas.load"},
     waitall=mgpu.waitall)
-
-
-def _seed(seed_state: int, ctx: Any = "all") -> None:
-    """`mgpu.seed`, which is of all devices."""
-    if ctx != "all":
-        raise ValueError("a seed is of the streams of all devices, which it "
-                         f"keeps apart; received ctx={ctx!r}. Leave ctx out.")
-    mgpu.seed(seed_state)
-
-
-random = Names("random", {}, seed=_seed)
+random = Names({}, seed=mgpu.seed)
 gluon = Names(
-    "gluon", {**dict.fromkeys(("contrib", "nn", "rnn", "Block", "HybridBlock",
-                               "model_zoo"), _NETWORKS),
-              "SymbolBlock": "mgpu.from_gluon"},
+    {**dict.fromkeys(("contrib", "nn", "rnn", "Block", "HybridBlock",
+                      "model_zoo"), _NETWORKS),
+     "SymbolBlock": "mgpu.from_gluon"},
     Trainer=mgpu.Trainer, Parameter=mgpu.Parameter, metric=metric,
-    loss=Names("gluon.loss", {
+    loss=Names({
         "Loss": "a function of output and label, which gives a value for each "
         "row"}, **{
         name: _over_devices(cls) for name, cls in vars(losses).items()
         if isinstance(cls, type) and issubclass(cls, losses.Loss)
         and cls is not losses.Loss}),
-    utils=Names("gluon.utils", {"download": "mgpu.datasets"},
+    utils=Names({"download": "mgpu.datasets"},
                 split_and_load=mgpu.split_and_load, split_data=mgpu.split_data,
                 clip_global_norm=mgpu.clip_global_norm),
-    data=Names("gluon.data", {
-        "vision": "mgpu.datasets", "SimpleDataset": "ArrayDataset",
-        **dict.fromkeys(("RandomSampler", "BatchSampler", "SequentialSampler"),
-                        "shuffle= and batch_size= of DataLoader")},
+    data=Names({"vision": "mgpu.datasets"},
                ArrayDataset=ArrayDataset, DataLoader=DataLoader))
-
 
 #: other modules of MXNet's, and what to use
 _MODULES = {
-    "np": "NumPy on the host", "npx": "NumPy on the host",
-    "context": "cpu(), gpu() and num_gpus()", "sym": _NETWORKS,
-    "symbol": _NETWORKS, "mod": "gluon, or mgpu.train",
-    "module": "gluon, or mgpu.train", "kv": "gluon.Trainer",
-    "kvstore": "gluon.Trainer", "test_utils": "mgpu.testing"}
+    **dict.fromkeys(("np", "npx"), "NumPy on the host"),
+    **dict.fromkeys(("sym", "symbol"), _NETWORKS),
+    **dict.fromkeys(("mod", "module"), "gluon, or mgpu.train"),
+    **dict.fromkeys(("kv", "kvstore"), "gluon.Trainer"),
+    "context": "cpu(), gpu() and num_gpus()", "test_utils": "mgpu.testing",
+    "optimizer": "the name and a dict of options in gluon.Trainer, or an "
+    "object of mxnet.optimizer's", "callback": "mgpu.callbacks",
+    "io": "gluon.data.DataLoader, or that of mxnet in mgpu.train"}
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ from mgpu.backends._mxnet.framework import (findings, mx,
                                            native_context, one_thread)
 from mgpu.backends._mxnet.network import MXNetNetwork
 from mgpu.backends._mxnet.ops import MXNetOps, dtype_of, is_np
-from mgpu.backends._mxnet.statistics import settle_all
+from mgpu.backends._mxnet.states import settle_all
 from mgpu.backends._workers import (Workers, inside_worker,
                                     run_in_turn)
 from mgpu.backends.ledger import Ledger
@@ -245,16 +245,6 @@ class MXNetBackend(base.Backend):
         # The engine can only wait for an array or for everything.
         mx.nd.waitall()
 
-    def check_inputs(self, inputs: Sequence[Any], device: Any) -> None:
-        """Refuse inputs of the replica on `device` that lie elsewhere."""
-        context = self.handle(device)
-        for x in inputs:
-            if isinstance(x, mx.nd.NDArray):
-                if x.ctx != context:
-                    raise messages.wrong_device(device, x.ctx)
-            else:
-                messages.refuse_foreign(x, self.name)
-
     # -- the host's own memory ------------------------------------------------
 
     def host_views(self, arrays: Sequence[Any], *, to_read: bool = False
@@ -375,8 +365,8 @@ class MXNetBackend(base.Backend):
     # -- running on several devices -----------------------------------------
 
     def data_parallel(self, net, devices, split, remake, synchronize):
-        return DataParallel(net, [self.handle(d) for d in devices], split,
-                            remake, MXNetNetwork(self, net).batch_norms,
+        return DataParallel(MXNetNetwork(self, net),
+                            [self.handle(d) for d in devices], split, remake,
                             synchronize)
 
     def parallel(self, thunks, *, rendezvous=False) -> list[Any]:
@@ -389,7 +379,7 @@ class MXNetBackend(base.Backend):
         def seeded(thunk: Callable[[], Any]) -> Any:
             if getattr(_here, "drawers", None) is not drawers:
                 _here.drawers = drawers
-                self._begin_streams(1)
+                mx.random.seed(self._child(1))
             return thunk()
         return self._workers.run([functools.partial(seeded, thunk)
                                   for thunk in thunks])
@@ -431,16 +421,13 @@ class MXNetBackend(base.Backend):
             entropy[:3 if self._first else 2]).generate_state(1)
         return int(child) & 0x7FFFFFFF
 
-    def _begin_streams(self, number: int) -> None:
-        mx.random.seed(self._child(number))
-
     def drawing(self, stop: Sequence[Any]
                 ) -> Callable[[], base.ContextManager]:
-        begin = [functools.partial(self._begin_streams, next(self._drawers))]
+        number = next(self._drawers)
 
+        @functools.cache        # in the thread that draws, once
         def block() -> base.ContextManager:
-            while begin:        # in the thread that draws, once
-                begin.pop()()
+            mx.random.seed(self._child(number))
             return contextlib.nullcontext()
         return block
 

@@ -1,7 +1,8 @@
 """Copies of a Gluon block for another context, for one pass."""
-import copy
+import contextlib
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ autograd, gluon, NDArray = mx.autograd, mx.gluon, mx.nd.NDArray
 _Scope = gluon.block._BlockScope
 #: what tracing sets: one graph serves all contexts
 TRACED = ("_cached_graph", "_cached_op", "_in_format", "_out_format")
+#: attributes that forward does not change
+_LISTS = {"_forward_hooks", "_forward_pre_hooks", "_flags", "_cached_op_args"}
 #: attributes that Gluon itself makes
 INTERNAL = frozenset({*TRACED, *vars(gluon.HybridBlock(prefix="x_"))})
 #: an attribute: (id of a block, name)
@@ -39,6 +42,12 @@ def on_context(x: Any, context: Any) -> Any:
     return x if x.ctx == context else x.copyto(context)
 
 
+def has_form(x: Any, like: Any) -> bool:
+    """Whether `x` is an array of the shape, dtype and family of `like`."""
+    return type(x) is type(like) and x.shape == like.shape \
+        and x.dtype == like.dtype
+
+
 class BlockTree:
     """A block as another context has it during one pass.
 
@@ -48,14 +57,11 @@ class BlockTree:
         Its parameters lie on one context.
     context : Context
     buffers : dict
-        id of a Parameter -> (it, array on `context`): memory that the next
-        pass uses again.
+        Parameter -> array on `context`: memory that the next pass uses again.
     attributes : dict
         By `Place`, the context's own value.
-    sources : dict
-        id of a Parameter -> the recorded array to copy in its place.
     own : dict
-        id of a Parameter -> the array that the copy has, as it is.
+        Parameter -> the array that the copy has, as it is.
 
     Attributes
     ----------
@@ -63,19 +69,21 @@ class BlockTree:
         The copy. Its parameters are recorded copies of the network's, so
         that a backward pass adds to the network's gradients.
     blocks : list of (block, its copy)
+    parameters : dict of Parameter -> its copy
     """
 
-    def __init__(self, net: Any, context: Any, buffers: dict[int, Any],
+    def __init__(self, net: Any, context: Any, buffers: dict[Any, Any],
                  attributes: Mapping[Place, Any],
-                 sources: Mapping[int, Any] = types.MappingProxyType({}),
-                 own: Mapping[int, Any] = types.MappingProxyType({})) -> None:
+                 own: Mapping[Any, Any] = types.MappingProxyType({})) -> None:
         self.context, self._memory = context, buffers
-        self._attributes, self._sources, self._own = attributes, sources, own
-        self._memo: dict[int, Any] = {}
-        self._alive: list[Any] = []         # or ids would be used again
+        self._attributes, self._own = attributes, own
+        #: by id: (object, its copy); the object keeps its id
+        self._memo: dict[int, tuple[Any, Any]] = {}
         self.blocks: list[tuple[Any, Any]] = []
-        #: (parameter, its copy)
-        self.parameters: list[tuple[Any, Any]] = []
+        self.parameters: dict[Any, Any] = {}
+        self._context_map: list[list[Any]] = [[], []]
+        self._context_map[context.device_typeid & 1] = [
+            None] * context.device_id + [0]
         self.net = self.copy(net)
 
     def copy(self, x: Any) -> Any:
@@ -83,66 +91,68 @@ class BlockTree:
         if isinstance(x, _ATOMS):
             return x
         if id(x) not in self._memo:
-            self._alive.append(x)
-            self._copy(x)
-        return self._memo.get(id(x), x)
+            self._memo[id(x)] = x, x        # while it is read
+            self._memo[id(x)] = x, self._copied(x)
+        return self._memo[id(x)][1]
 
-    def _copy(self, x: Any) -> None:
-        memo = self._memo
+    def _copied(self, x: Any) -> Any:
+        if type(x) in (dict, OrderedDict):
+            return type(x)((key, self.copy(v)) for key, v in x.items())
+        if isinstance(x, gluon.Block):
+            return self._block(x)
         if is_array(x):
-            memo[id(x)] = on_context(x, self.context)
-        elif isinstance(x, (np.ndarray, bytearray)):
-            memo[id(x)] = x.copy()
-        elif isinstance(x, gluon.Parameter):
-            memo[id(x)] = new = copy.copy(x)
-            self.parameters.append((x, new))
+            return on_context(x, self.context)
+        if isinstance(x, gluon.Parameter):
+            new = self.parameters[x] = _like(x)
             self._fill(x, new)
-        elif isinstance(x, gluon.Block):
-            memo[id(x)] = new = object.__new__(type(x))
-            self.blocks.append((x, new))
-            for name, value in list(vars(x).items()):
-                new.__dict__[name] = value if name in TRACED \
-                    else self._attributes[id(x), name] \
-                    if (id(x), name) in self._attributes else self.copy(value)
-        elif isinstance(x, gluon.ParameterDict):
-            memo[id(x)] = new = copy.copy(x)
-            new.__dict__.update({name: self.copy(vars(x)[name])
-                                 for name in ("_params", "_shared")})
-        elif isinstance(x, _Scope):
-            memo[id(x)] = new = copy.copy(x)
-            new.__dict__["_block"] = self.copy(vars(x)["_block"])
-        elif isinstance(x, types.MethodType):
-            if isinstance(x.__self__, gluon.Block):
-                memo[id(x)] = types.MethodType(x.__func__,
-                                               self.copy(x.__self__))
-        elif isinstance(x, functools.partial):
-            memo[id(x)] = functools.partial(
+            return new
+        if isinstance(x, (gluon.ParameterDict, _Scope)):
+            new = _like(x)
+            for name in vars(new).keys() & {"_params", "_shared", "_block"}:
+                new.__dict__[name] = self.copy(vars(x)[name])
+            return new
+        if isinstance(x, types.MethodType):
+            return types.MethodType(x.__func__, self.copy(x.__self__)) \
+                if isinstance(x.__self__, gluon.Block) else x
+        if isinstance(x, functools.partial):
+            return functools.partial(
                 self.copy(x.func), *map(self.copy, x.args),
                 **{key: self.copy(v) for key, v in x.keywords.items()})
-        elif isinstance(x, types.FunctionType):
-            self._copy_function(x)
-        elif isinstance(x, (set, frozenset)):
-            memo[id(x)] = type(x)(map(self.copy, x))
-        elif (found := containers.parts(x)) is not None:
-            memo[id(x)] = x         # while it is read
-            memo[id(x)] = containers.rebuild(
-                x, found[0], list(map(self.copy, found[1])))
+        if isinstance(x, types.FunctionType):
+            return self._closure(x) if x.__closure__ else x
+        if isinstance(x, (np.ndarray, bytearray)):
+            return x.copy()
+        if isinstance(x, (set, frozenset)):
+            return type(x)(map(self.copy, x))
+        found = containers.parts(x)
+        return x if found is None else containers.rebuild(
+            x, found[0], list(map(self.copy, found[1])))
 
-    def _copy_function(self, x: types.FunctionType) -> None:
-        """A closure over blocks, parameters or arrays."""
+    def _block(self, x: Any) -> Any:
+        new = object.__new__(type(x))
+        self._memo[id(x)] = x, new      # a part may have `x` in it
+        self.blocks.append((x, new))
+        for name, value in list(vars(x).items()):
+            if (id(x), name) in self._attributes:
+                value = self._attributes[id(x), name]
+            elif name not in TRACED and (name not in _LISTS or value):
+                value = self.copy(value)
+            new.__dict__[name] = value
+        return new
+
+    def _closure(self, x: types.FunctionType) -> types.FunctionType:
+        """A function of blocks, parameters or arrays around it."""
         cells = []
         for cell in x.__closure__ or ():
-            try:
-                value = cell.cell_contents
-            except ValueError:
-                value = None
-            cells.append(types.CellType(self.copy(value)) if isinstance(
-                value, (gluon.Block, gluon.Parameter, NDArray)) else cell)
-        if any(a is not b for a, b in zip(cells, x.__closure__ or ())):
-            new = types.FunctionType(x.__code__, x.__globals__, x.__name__,
-                                     x.__defaults__, tuple(cells))
-            new.__kwdefaults__ = x.__kwdefaults__
-            self._memo[id(x)] = new
+            with contextlib.suppress(ValueError):       # empty
+                if isinstance(cell.cell_contents, (
+                        gluon.Block, gluon.Parameter, NDArray)):
+                    cell = types.CellType(self.copy(cell.cell_contents))
+            cells.append(cell)
+        new = types.FunctionType(x.__code__, x.__globals__, x.__name__,
+                                 x.__defaults__, tuple(cells))
+        new.__kwdefaults__ = x.__kwdefaults__
+        return new
 
     def _fill(self, p: Any, new: Any) -> None:
         """Give `new` a recorded copy of the values of `p`."""
@@ -150,22 +160,16 @@ class BlockTree:
         arrays = vars(p)["_data"]
         if arrays is None:
             return
-        if p._stype != "default" or p._grad_stype != "default":
-            raise TypeError(f"parameter {p.name} is sparse. DataParallel "
-                            "supports dense parameters.")
-        if len(arrays) > 1:
+        if len(arrays) > 1 or {p._stype, p._grad_stype} != {"default"}:
             raise ValueError(
-                f"parameter {p.name} is on several contexts, {p._ctx_list}. "
-                "Initialize the network on the first device only.")
-        target = self._own.get(id(p))
-        if target is None:
-            target = copied(p, self.context, self._memory,
-                            self._sources.get(id(p)))
-        places: list[list[Any]] = [[], []]
-        places[self.context.device_typeid & 1] = [
-            None] * self.context.device_id + [0]
-        new.__dict__.update(_data=[target], _ctx_list=[self.context],
-                            _ctx_map=places)
+                f"DataParallel supports dense parameters on one context; got "
+                f"{p.name}, {p._stype} with {p._grad_stype} gradients, on "
+                f"{p._ctx_list}. Initialize the network on the first device "
+                "only.")
+        new.__dict__.update(
+            _data=[self._own[p] if p in self._own
+                   else copied(p, self.context, self._memory)],
+            _ctx_list=[self.context], _ctx_map=self._context_map)
 
     def update(self) -> None:
         """Take over what the first device's pass has initialized and traced.
@@ -175,7 +179,7 @@ class BlockTree:
         RuntimeError
             The pass has made a block or a parameter.
         """
-        for p, new in self.parameters:
+        for p, new in self.parameters.items():
             if vars(new)["_data"] is None:
                 self._fill(p, new)
         for block, new in self.blocks:
@@ -185,8 +189,8 @@ class BlockTree:
                     f"forward of {type(block).__name__} made a block or a "
                     "parameter. Call the network once before it runs on "
                     "several devices.")
-            if isinstance(block, gluon.HybridBlock) \
-                    and new._cached_op is not block._cached_op:
+            if getattr(block, "_cached_op", None) \
+                    is not getattr(new, "_cached_op", None):
                 new.__dict__.update({name: vars(block)[name]
                                      for name in TRACED})
                 new.__dict__["_cached_op_args"] = self.copy(
@@ -196,43 +200,29 @@ class BlockTree:
         """The attributes of the copies, by id of the block."""
         return {id(block): vars(new) for block, new in self.blocks}
 
-    def give_back(self) -> None:
-        """Give the network the graphs that only this context has traced."""
-        first = {id(new): p for p, new in self.parameters}
-        for block, new in self.blocks:
-            if isinstance(block, gluon.HybridBlock) \
-                    and block._cached_op is None \
-                    and new._cached_op is not None:
-                block.__dict__.update({name: vars(new)[name]
-                                       for name in TRACED})
-                block.__dict__["_cached_op_args"] = [
-                    (is_input, x if is_input else first[id(x)])
-                    for is_input, x in new._cached_op_args]
+
+def _like(x: Any) -> Any:
+    """A new object of the class of `x`, with its attributes."""
+    new = object.__new__(type(x))
+    new.__dict__.update(vars(x))
+    return new
 
 
-def copied(p: Any, context: Any, memory: dict[int, tuple[Any, Any]],
-           source: Any = None) -> Any:
+def copied(p: Any, context: Any, buffers: dict[Any, Any]) -> Any:
     """An array on `context` with the values of the Parameter `p`, in
-    `memory`; recorded where the parameter has a gradient, as a copy of
-    `source` (None: of the parameter's array)."""
+    `buffers`; recorded where the parameter has a gradient."""
     values = vars(p)["_data"][0]
-    known, buffer = memory.get(id(p), (None, None))
     with autograd.pause():
-        if known is not p or buffer.shape != values.shape \
-                or buffer.dtype != values.dtype \
-                or type(buffer) is not type(values):
-            buffer = values.copyto(context)
-            memory[id(p)] = p, buffer
+        if not has_form(buffers.get(p), values):
+            buffers[p] = values.copyto(context)
     # MXNet writes to no array of a graph: this one is of none.
-    target = buffer.detach()
+    target = buffers[p].detach()
     # (A frozen array may have a gradient: see `MXNetNetwork`.)
     if p.grad_req == "null" and values.grad is None:
         with autograd.pause():
             values.copyto(target)
-        return target
-    if source is None:      # backward of a copy would not add
-        source = alias(values) if p.grad_req == "add" else values
-    source.copyto(target)
+    else:       # backward of a copy would not add
+        (alias(values) if p.grad_req == "add" else values).copyto(target)
     return target
 
 

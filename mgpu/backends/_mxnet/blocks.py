@@ -3,7 +3,7 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mgpu.backends import base
@@ -37,7 +37,7 @@ def kind_of(name: str, parameter: Any) -> str:
     return "weight" if matrix else "unknown"
 
 
-def value_of(parameter: Any) -> Any | None:
+def value_of(parameter: Any) -> Any:
     """The array on the first context, or None before there is one."""
     try:
         return all_stored(parameter)[0]
@@ -103,25 +103,23 @@ def named_parameters(net: Any) -> dict[str, Any]:
     are called by the path of their block and Gluon's name in it."""
     found = net._collect_params_with_prefix()
     known, collected = set(map(id, found.values())), net.collect_params()
-
-    def add(path: str, prefix: str, parameters: Iterable[Any]) -> None:
-        for p in parameters:
-            if id(p) in known or collected._params.get(p.name) is not p:
-                continue
-            known.add(id(p))
-            # Of a block that is not in this one: without its number, which
-            # grows with every network that is made.
-            short = p.name[len(prefix):] if p.name.startswith(prefix) \
-                else re.sub(r"\d+_", "_", p.name, count=1)
-            name = short = f"{path}.{short}".lstrip(".")
-            number = 1
-            while name in found:
-                number += 1
-                name = f"{short}_{number}"
-            found[name] = p
-    for path, block in named_blocks(net):
-        add(path, block._prefix, block._params._params.values())
-    add("", net._prefix, list(collected.values()))
+    held = [(path, block._prefix, p) for path, block in named_blocks(net)
+            for p in block._params.values()]
+    for path, prefix, p in held + [("", net._prefix, p)
+                                   for p in collected.values()]:
+        if id(p) in known or collected._params.get(p.name) is not p:
+            continue
+        known.add(id(p))
+        # Of a block that is not in this one: without its number, which grows
+        # with every network that is made.
+        short = p.name[len(prefix):] if p.name.startswith(prefix) \
+            else re.sub(r"\d+_", "_", p.name, count=1)
+        name = short = f"{path}.{short}".lstrip(".")
+        number = 1
+        while name in found:
+            number += 1
+            name = f"{short}_{number}"
+        found[name] = p
     return found
 
 
@@ -129,13 +127,3 @@ def held_parameters(blocks: Iterable[Any]) -> list[list[Any]]:
     """The parameters that each block holds now; quick."""
     return [[*block._params._params.values(), *block._reg_params.values()]
             for block in blocks]
-
-
-def restorer(parameter: Any) -> Callable[[], None]:
-    """A function that restores the present state of `parameter`, whose arrays
-    ``initialize`` replaces and does not change."""
-    names = ("_data", "_grad", "_deferred_init", "_shape", "_ctx_list",
-             "_ctx_map")
-    state = {name: getattr(parameter, name) for name in names
-             if hasattr(parameter, name)}
-    return lambda: parameter.__dict__.update(state)

@@ -3,17 +3,17 @@
 The outputs are joined inside the recording: one graph, so that everything
 after it is Gluon's own.
 """
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from mgpu.backends._mxnet.batch_norms import BatchNorms
 from mgpu.backends._mxnet.block_tree import on_context
-from mgpu.backends._mxnet.copies import ContextCopies
+from mgpu.backends._mxnet.copies import ContextCopies, run_aside
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends._workers import run_in_turn
+from mgpu.backends._mxnet.network_layers import NetworkLayers
 from mgpu.backends.wrapper import Wrapper, delegate
 
 autograd, gluon = mx.autograd, mx.gluon
@@ -33,10 +33,6 @@ class Arrays:
     @staticmethod
     def sequences(x: Any) -> None:
         """MXNet has no packed batches."""
-
-    @staticmethod
-    def packed(sequences: Sequence[Any], like: Any) -> Any:
-        raise NotImplementedError
 
     @classmethod
     def take(cls, x: Any, axis: int, start: int, stop: int, device: Any
@@ -88,6 +84,7 @@ def _axis_first(x: Any, axis: int) -> Any:
     return x.swapaxes(0, axis) if axis else x
 
 
+@lru_cache(maxsize=64)
 def _indices(start: int, stop: int, context: Any) -> Any:
     return mx.nd.arange(start, stop, dtype="int64", ctx=context
                         ).reshape((1, -1))
@@ -106,13 +103,13 @@ class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
 
     _copies: ContextCopies
     _split: Any                         # a BatchSplit
-    _batch_norms: BatchNorms
+    _layers: NetworkLayers
     _synchronize: Callable[[Sequence[int]], Any] | None
-    _runner: Callable[[list[Any]], list[Any]]
 
-    def __init__(self, net: Any, contexts: Sequence[Any], split: Any,
-                 remake: Callable[[Any], Any], batch_norms: BatchNorms,
+    def __init__(self, layers: NetworkLayers, contexts: Sequence[Any],
+                 split: Any, remake: Callable[[Any], Any],
                  synchronize: Callable[[Sequence[int]], Any] | None) -> None:
+        net, layers.contexts = layers.net, list(contexts)
         self.__dict__.update({name: vars(net)[name] for name in (
             "_empty_prefix", "_prefix", "_params", "_name", "_scope",
             "_children", "_reg_params")})
@@ -120,60 +117,45 @@ class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
             module=net, _forward_hooks=type(net._forward_hooks)(),
             _forward_pre_hooks=type(net._forward_pre_hooks)(),
             _copies=ContextCopies(
-                net, contexts, run=lambda thunks: self._runner(thunks)),
-            _split=split, _remake=remake, _batch_norms=batch_norms,
-            _synchronize=synchronize, _runner=run_in_turn)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs:
-            raise TypeError("a Gluon block takes no arguments by name; got "
-                            f"{', '.join(kwargs)}.")
-        return super().__call__(*args)
+                net, contexts, run=lambda thunks: layers.runner(thunks)),
+            _split=split, _remake=remake, _layers=layers,
+            _synchronize=synchronize)
 
     def forward(self, *args: Any) -> Any:
         copies, split = self._copies, self._split
         size = split.size(args, {})
         contexts = copies.contexts[:size or 1]
-        if size is None or len(copies.contexts) == 1:
+        if len(contexts) == 1:
+            copies.check_count(1)
             return self.module(*args)
         bounds = split.bounds(size, len(contexts))
         calls = split.split(args, {}, size, contexts, bounds)
-        if len(contexts) == 1:
-            copies.check_count(1)
-            return self.module(*calls[0][0])
-        expected = split.expected(lambda: copies.alone(*args))
+        expected = split.expected(lambda: run_aside(
+            self.module, contexts[0], lambda net: net(*args), {},
+            autograd.is_training())[1])
 
         def probe() -> tuple[Any, int]:
             start, stop = split.probe_bounds(bounds)
             with autograd.pause():
                 call, = split.split(args, {}, size, contexts[-1:],
                                     [(start, stop)])
-            return copies.probe(call, len(contexts) - 1), stop - start
+            return copies.probe(call[0], len(contexts) - 1), stop - start
         joining = split.joining(bounds, contexts[0], (
             autograd.is_training(), autograd.is_recording()), probe)
         with self._joint(range(len(calls))):
-            outputs = copies.run(dict(enumerate(calls)), joining.batch())
+            outputs = copies.run({i: inputs for i, (inputs, _)
+                                  in enumerate(calls)}, joining.batch())
         return split.compared(joining.output(list(outputs.values())),
                               expected)
 
-    @contextlib.contextmanager
-    def _joint(self, active: Sequence[int]) -> Iterator[None]:
-        """Inside the block batch norms that train have joint statistics, if
-        they are to."""
+    def _joint(self, active: Sequence[int]) -> AbstractContextManager[None]:
+        """In the block batch norms that train have joint statistics, if they
+        are to."""
         if self._synchronize is None:
-            yield
-        elif not (autograd.is_recording() and autograd.is_training()):
-            with self._batch_norms.predicting(True):
-                yield
-        else:
-            rule, self.__dict__["_runner"] = self._synchronize(active)
-            contexts = self._copies.contexts
-            try:
-                with self._batch_norms.computed_by(
-                        rule, lambda x: contexts.index(x.ctx)):
-                    yield
-            finally:
-                self.__dict__["_runner"] = run_in_turn
+            return nullcontext()
+        if autograd.is_recording() and autograd.is_training():
+            return self._layers.use_batch_norm(*self._synchronize(active))
+        return self._layers.predicting(True)
 
 
 delegate(DataParallel, gluon.Block, (

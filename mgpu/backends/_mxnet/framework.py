@@ -144,25 +144,16 @@ def findings() -> list[tuple[str, str]]:
             "threads that mgpu did not choose, and several CPU devices are "
             "slower. Call mgpu.set_backend first, or start with "
             "MXNET_OMP_MAX_THREADS=1 and without OMP_NUM_THREADS."))
-    if int(np.__version__.split(".")[0]) >= 2:
-        found.append(("warning", f"NumPy {np.__version__} is installed, and "
-                      "MXNet 1.9.1 needs numpy<2. Run pip install "
-                      "'numpy<2'."))
     for name, chosen in _SETTINGS.items():
         value = os.environ.get(name)
         if value != chosen:
             found.append(("warning", f"{name} is {value!r}; mgpu's own "
                           f"choice, {chosen}, lets CPU devices compute at "
                           "the same time. Unset it."))
-    for name in sorted(os.environ):
-        if name == "MXNET_OMP_MAX_THREADS":
-            if not IMPORTED_EARLIER:
-                found.append(("info", f"{name} is set; mgpu loaded MXNet "
-                              "with 1 instead, because more can hang."))
-        elif name.startswith("MXNET_") and name not in _SETTINGS:
-            found.append(("warning", f"{name} is set to "
-                          f"{os.environ[name]!r}; mgpu is tested without "
-                          "it."))
+    found += [("warning", f"{name} is set to {os.environ[name]!r}; mgpu is "
+               "tested without it.") for name in sorted(os.environ)
+              if name.startswith("MXNET_") and name not in _SETTINGS
+              and name != "MXNET_OMP_MAX_THREADS"]
     return found
 
 

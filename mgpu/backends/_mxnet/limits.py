@@ -13,34 +13,17 @@ from mgpu.backends._mxnet.framework import mx
 _FUSED = (mx.gluon.rnn.RNN, mx.gluon.rnn.LSTM, mx.gluon.rnn.GRU)
 
 
-def _compiled_slopes(block: Any, path: str = "", inside: bool = False
-                     ) -> Iterator[str]:
-    """Yield the PReLUs whose input a compiled graph computes. `inside`:
-    whether `block` is part of such a graph."""
+def _nodes(block: Any) -> list[Any]:
+    """The operators of the graph that a call has made of a block."""
     graph = getattr(block, "_cached_graph", ())
-    if graph and not inside and (block._active or isinstance(
-            block, mx.gluon.SymbolBlock)):
-        nodes = json.loads(graph[1].tojson())["nodes"]
-        yield from (node["name"] for node in nodes
-                    if node["op"] == "LeakyReLU"
-                    and node.get("attrs", {}).get("act_type") == "prelu"
-                    and nodes[node["inputs"][0][0]]["op"] != "null")
-        return
-    if inside and isinstance(block, mx.gluon.nn.PReLU):
-        yield path
-    for name, child in block._children.items():
-        yield from _compiled_slopes(child, f"{path}.{name}" if path else name,
-                                    inside or getattr(block, "_active", False))
+    return json.loads(graph[1].tojson())["nodes"] if graph else []
 
 
 def _last_windows(net: Any) -> Iterator[str]:
-    """Yield the average poolings that count what is beyond the edge: layers,
-    and operators of graphs, which a call leaves."""
+    """Yield the average poolings that count what is beyond the edge."""
     for path, block in named_blocks(net):
-        graph = getattr(block, "_cached_graph", ())
-        nodes = json.loads(graph[1].tojson())["nodes"] if graph else ()
         for name, options in [(path, getattr(block, "_kwargs", None)), *(
-                (node["name"], node.get("attrs")) for node in nodes
+                (node["name"], node.get("attrs")) for node in _nodes(block)
                 if node["op"] == "Pooling")]:
             own = {key: str(x) for key, x in (options or {}).items()}
             if own.get("pooling_convention") == "full" \
@@ -106,9 +89,21 @@ def check_layers(net: Any, entries: Sequence[Any], dtype: str | None,
 
 def check_slopes(net: Any, devices: Sequence[Any], all_of: bool = False
                  ) -> None:
-    """ValueError for PReLUs in compiled blocks; `all_of`: the whole network
-    is to be compiled."""
-    wrong = list(_compiled_slopes(net, inside=all_of))
+    """ValueError for PReLUs whose input a compiled graph computes; `all_of`:
+    the whole network is to be compiled."""
+    blocks = list(named_blocks(net))
+    compiled = [path + "." if path else "" for path, block in blocks
+                if all_of or getattr(block, "_active", False)]
+    wrong = [path for path, block in blocks
+             if path and isinstance(block, mx.gluon.nn.PReLU)
+             and path.startswith(tuple(compiled))]
+    for _, block in blocks:
+        nodes = _nodes(block) if isinstance(block, mx.gluon.SymbolBlock) \
+            or getattr(block, "_active", False) else []
+        wrong += [node["name"] for node in nodes
+                  if node["op"] == "LeakyReLU"
+                  and node.get("attrs", {}).get("act_type") == "prelu"
+                  and nodes[node["inputs"][0][0]]["op"] != "null"]
     if wrong and any(d.kind == "cpu" for d in devices):
         raise ValueError(
             "MXNet computes a wrong gradient of the slope of a PReLU in a "

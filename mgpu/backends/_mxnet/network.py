@@ -1,43 +1,36 @@
 """A user's `gluon.Block`, which runs on several contexts."""
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mgpu.backends import base, containers, messages
-from mgpu.backends._mxnet.block_tree import is_array, state_of, view_of
-from mgpu.backends._mxnet.blocks import (held_parameters, is_known,
-                                         named_blocks, named_parameters,
-                                         own_init, parameters_of, restorer,
-                                         shape_of, value_of)
-from mgpu.backends._mxnet.copies import ContextCopies
+from mgpu.backends._mxnet.block_tree import is_array
+from mgpu.backends._mxnet.blocks import (held_parameters, named_blocks,
+                                         named_parameters, own_init,
+                                         parameters_of, shape_of, value_of)
+from mgpu.backends._mxnet.copies import ContextCopies, run_aside
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends._mxnet.layers import all_stored, constants
+from mgpu.backends._mxnet.layers import constants
 from mgpu.backends._mxnet.limits import (check_layers, check_parameters,
                                          check_slopes)
 from mgpu.backends._mxnet.network_layers import NetworkLayers
 from mgpu.backends._mxnet.ops import is_np
-from mgpu.backends._mxnet.states import set_states
-from mgpu.backends._mxnet.statistics import DeviceStatistics
-from mgpu.backends._workers import run_in_turn
 from mgpu.backends.containers import Batch, Call, Probed
 
 
 class MXNetNetwork(NetworkLayers):
     """A user's Block, and its copies on several contexts."""
 
-    backend: Any
     def __init__(self, backend: Any, net: Any):
         super().__init__(backend, net)
-        self._devices: list[Any] = []       # of `place`
         self._options = base.Options()
         self._copies = ContextCopies(net, [])
         self._requests: list[str] = []      # in the last pass
         self._deferred = False      # a call of Gluon's makes the arrays
-        self.statistics = DeviceStatistics([], [])
         blocks = [block for _, block in named_blocks(net)]
         self._named = named_parameters(net)
         self._held = held_parameters(blocks)
@@ -45,13 +38,10 @@ class MXNetNetwork(NetworkLayers):
                            for p, start in constants(block)}
 
     def specs(self) -> list[base.Spec]:
-        found = []
-        for name, p, kind in self.entries:
-            found.append(base.Spec(
-                name, kind, shape_of(p), np.dtype(p.dtype).name, p.grad_req,
-                own_init(p), p.lr_mult, p.wd_mult,
-                self._constants.get(id(p))))
-        return found
+        return [base.Spec(
+            name, kind, shape_of(p), np.dtype(p.dtype).name, p.grad_req,
+            own_init(p), p.lr_mult, p.wd_mult, self._constants.get(id(p)))
+            for name, p, kind in self.entries]
 
     def gluon_names(self) -> dict[str, str]:
         return {name: p.name for name, p, _ in self.entries}
@@ -70,41 +60,30 @@ class MXNetNetwork(NetworkLayers):
     def set_grad_req(self, number, grad_req) -> None:
         messages.check_grad_req(grad_req)
         self.entries[number][1].grad_req = grad_req
-        self._mend_frozen()
 
     def _mend_frozen(self) -> None:
         # MXNet's float32 kernel of a Dense layer, which cells and blocks of
         # the user's use too, computes the gradient of the bias together with
         # that of the weight: where the weight is frozen the bias would not
-        # learn. So the weight's arrays get a gradient, which Gluon does not
-        # see. A block of the user's may have one of the two, and any other
-        # block the other.
-        found = [(is_known(block), parameters_of(block), {
-            p.shape[0] for p in parameters_of(block)
-            if p.grad_req != "null" and len(p.shape or ()) == 1})
-            for _, block in named_blocks(self.net)]
-        users = {n for known, _, ns in found for n in ns if not known}
-        everywhere = {n for _, _, ns in found for n in ns}
-        for known, own, biases in found:
-            for p in own:
-                if p.grad_req == "null" and len(p.shape or ()) == 2 \
-                        and np.dtype(p.dtype) == np.float32 \
-                        and p.shape[0] in (biases | users if known
-                                           else everywhere) \
-                        and value_of(p) is not None:
-                    for x in all_stored(p):
-                        x.attach_grad()
+        # learn. So the weight's array gets a gradient, which Gluon does not
+        # see.
+        requests = [p.grad_req for _, p, _ in self.entries]
+        if requests == self._requests:
+            return
+        self._requests = requests
+        biases = {p.shape[0] for _, p, _ in self.entries
+                  if p.grad_req != "null" and len(p.shape or ()) == 1}
+        for _, p, _ in self.entries:
+            if p.grad_req == "null" and len(p.shape or ()) == 2 \
+                    and p.shape[0] in biases \
+                    and np.dtype(p.dtype) == np.float32:
+                value_of(p).attach_grad()
 
     def devices(self) -> list[Any]:
         if not self.entries:
             raise ValueError("the network has no parameters, so nothing "
                              "says where it is; pass devices=.")
-        try:
-            return self.entries[0][1].list_ctx()
-        except RuntimeError as error:
-            raise RuntimeError(
-                "the network must have values; received one that is not "
-                "initialized. Call mgpu.initialize first.") from error
+        return self.entries[0][1].list_ctx()
 
     def predictors(self, devices) -> list[Any]:
         holders = self.devices()
@@ -114,7 +93,7 @@ class MXNetNetwork(NetworkLayers):
                              f"{list(devices)}. Evaluate where it is.")
 
         def predict(context: Any, *inputs: Any, **named: Any) -> Any:
-            with mx.Context(context), self._predicting():
+            with mx.Context(context), self.predicting(self._options.sync):
                 return self._call(self.net, self.in_order(inputs, named))
         return [partial(predict, context) for context in contexts]
 
@@ -125,13 +104,12 @@ class MXNetNetwork(NetworkLayers):
             if data is not None:
                 p._deferred_init = (*how, data.astype(dtype))
 
-    def _allocate(self, contexts: Sequence[Any]) -> None:
+    def _allocate(self, context: Any) -> None:
         """Arrays on one context, with the values that are there; what Gluon
         was told to draw is drawn as soon as its shape is known."""
-        contexts = list(contexts)
         for _, p, _ in self.entries:
             value = value_of(p)
-            if value is not None and contexts == p.list_ctx() \
+            if value is not None and [context] == p.list_ctx() \
                     and is_np(value) == mx.util.is_np_array():
                 if p.grad_req != "null" and value.grad is None:
                     p._init_grad()      # copy.deepcopy leaves it out
@@ -141,44 +119,38 @@ class MXNetNetwork(NetworkLayers):
                     else value.as_nd_ndarray()
                 p._shape = value.shape
                 with mx.autograd.pause():
-                    p._init_impl(value, contexts)
+                    p._init_impl(value, [context])
             elif p._deferred_init:
-                p.reset_ctx(contexts)
+                p.reset_ctx(context)
                 if shape_of(p) is not None:
                     p._finish_deferred_init()
             else:
-                p.initialize(ctx=contexts, default_init=mx.init.Zero())
+                p.initialize(ctx=context, default_init=mx.init.Zero())
 
     @contextlib.contextmanager
     def _undone_by_errors(self) -> Iterator[None]:
-        before = [restorer(parameter) for _, parameter, _ in self.entries]
+        before = [(vars(p), {**vars(p)}) for _, p, _ in self.entries]
         try:
             yield
         except BaseException:
-            for put_back in before:
-                put_back()
+            for own, state in before:
+                own.clear()
+                own.update(state)
             raise
 
     def infer_shapes(self, inputs, device) -> None:
         inputs = self.in_order(*base.apart(inputs))
         context = self.backend.handle(device)
-        view = view_of(self.net)
-        before = {key: dict(own) for key, own in view.items()}
         with self._undone_by_errors():      # an input that does not fit
-            self._allocate([context])
-            # What this pass keeps is not the user's.
-            set_states(self.net, {place: _spare(x) for place, x
-                                  in state_of(view).items()})
-            try:
-                with mx.autograd.pause(train_mode=False), mx.Context(context):
-                    _wait(self._call(self.net, inputs))
-            finally:
-                states = state_of(before)
-                for key, own in view.items():
-                    for _, name in state_of({key: own}):
-                        if name not in before[key]:
-                            del own[name]
-                set_states(self.net, states)
+            self._allocate(context)
+            tree, outputs = run_aside(self.net, context, partial(
+                self._call, inputs=inputs), {}, hooks=True)
+            for x in containers.arrays_in(outputs, is_array):
+                x.wait_to_read()        # its errors would come later
+            for p, new in tree.parameters.items():
+                if value_of(p) is None:
+                    vars(p).update((name, x) for name, x in vars(new).items()
+                                   if name != "_trainer")
 
     def give_shapes(self, shapes) -> None:
         unknown = {name: p for name, p, _ in self.entries
@@ -211,21 +183,21 @@ class MXNetNetwork(NetworkLayers):
         if not named:
             return inputs
         known = self.inputs()
-        only = [p.name for p in known if p.kind is p.KEYWORD_ONLY]
-        if only or any(p.kind is p.VAR_KEYWORD for p in known):
-            raise messages.nameless_blocks(type(self.net), only)
         try:
             bound = inspect.Signature(known).bind(*inputs, **named)
         except TypeError as error:
-            raise messages.wrong_names(
-                type(self.net), [p.name for p in known], len(inputs), named,
-                error) from None
+            raise TypeError(f"forward() {error}") from None
+        if bound.kwargs:
+            raise TypeError(
+                "Gluon calls a Block with inputs by their place, so a name "
+                "stands for the place that forward gives it; received "
+                f"{list(bound.kwargs)}, which have none. Write each input as "
+                "a parameter of forward, without a star before it.")
         last = max(i for i, p in enumerate(known) if p.name in named)
         bound.apply_defaults()
         return bound.args[:max(last + 1, len(inputs))]
 
-    def _call(self, net: Any, inputs: tuple[Any, ...],
-              named: Mapping[str, Any] | None = None) -> Any:
+    def _call(self, net: Any, inputs: tuple[Any, ...]) -> Any:
         """The outputs of the network or of a copy, in the array family of
         the inputs."""
         with self.backend.family_of(next(
@@ -233,56 +205,18 @@ class MXNetNetwork(NetworkLayers):
             try:
                 return net(*inputs)
             except mx.MXNetError as error:
-                words = r"type|expected (\w+\d|unknown), got \w"     # bool
-                given = [np.dtype(x.dtype).name for x in inputs
-                         if isinstance(x, mx.nd.NDArray)]
-                own = {spec.dtype for spec in self.specs()}
-                self._explain_state(error, given, own)
-                messages.explain_dtype(error, words, given, own)
-                self._explain_states(error, inputs)
+                messages.explain_dtype(
+                    error, r"type|expected (\w+\d|unknown), got \w", [  # bool
+                        np.dtype(x.dtype).name for x in inputs
+                        if isinstance(x, mx.nd.NDArray)],
+                    {spec.dtype for spec in self.specs()})
                 raise
-            except (RuntimeError, ValueError) as error:
-                self._explain_states(error, inputs)
-                raise
-
-    def _explain_states(self, error: Exception, inputs: Sequence[Any]
-                        ) -> None:
-        """See `messages.explain_states`."""
-        paths = {id(block): path for path, block in named_blocks(self.net)}
-        rows = next((x.shape[0] for x in inputs if getattr(x, "shape", ())),
-                    0)
-        messages.explain_states(error, [
-            (f"{paths[key]}.{name}".lstrip("."), a.shape)
-            for (key, name), x in state_of(view_of(self.net)).items()
-            for a in containers.arrays_in(x, is_array)],
-            rows, len(self._contexts))
-
-    def _explain_state(self, error: Exception, given: Sequence[str],
-                       own: Iterable[str]) -> None:
-        """TypeError if it is the first state of cells that has another
-        dtype."""
-        cells = [path for path, block in named_blocks(self.net)
-                 if isinstance(block, mx.gluon.rnn.RecurrentCell)]
-        floats = sorted({x for x in own if "float" in x} - {"float32"})
-        if cells and floats and all(
-                x in floats for x in given if "float" in x) \
-                and "expected float32, got" in str(error):
-            raise TypeError(
-                "the first state of a recurrent cell has the dtype of its "
-                f"weights, {floats[0]}; received {cells} and MXNet's "
-                "default, float32. Pass begin_state= in that dtype to "
-                "unroll: cell.begin_state(batch_size=n, ctx=x.context, "
-                f"dtype='{floats[0]}').") from error
 
     def values(self) -> dict[str, np.ndarray] | None:
-        found = {}
-        self.statistics.settle()
-        for name, parameter, _ in self.entries:
-            value = value_of(parameter)
-            if value is None:
-                return None
-            found[name] = self.backend.to_numpy(value)
-        return found
+        self._copies.statistics.settle()
+        found = {name: value_of(p) for name, p, _ in self.entries}
+        return None if any(x is None for x in found.values()) else {
+            name: self.backend.to_numpy(x) for name, x in found.items()}
 
     def missing(self) -> set[str]:
         return {name for name, p, _ in self.entries
@@ -295,12 +229,12 @@ class MXNetNetwork(NetworkLayers):
         return [name for name, p, _ in self.entries if id(p) in theirs]
 
     def defer(self, devices, draws) -> bool:
-        contexts = [self.backend.handle(d) for d in devices[:1]]
+        context = self.backend.handle(devices[0])
         with self._undone_by_errors():
-            self._allocate(contexts)
+            self._allocate(context)
             for number, draw in draws.items():
                 self.entries[number][1].initialize(
-                    _Drawn(draw), contexts, force_reinit=True)
+                    _Drawn(draw), context, force_reinit=True)
         self._deferred = True
         return True
 
@@ -320,38 +254,35 @@ class MXNetNetwork(NetworkLayers):
 
     def hybridize(self, active, devices) -> None:
         self.prepare(self._options._replace(hybridize=active), devices)
-        if self._contexts:
+        if self.contexts:
             self.net.hybridize(active, static_alloc=active)
 
     def place(self, devices: Sequence[Any]) -> None:
-        self._devices = list(devices)
-        self._contexts = [self.backend.handle(d) for d in devices]
-        self._allocate(self._contexts[:1])
+        self.contexts = [self.backend.handle(d) for d in devices]
+        self._allocate(self.contexts[0])
         self._mend_frozen()
         for _, p, _ in () if self._deferred else self.entries:
-            for x in all_stored(p):
-                if x.grad is not None:
-                    self.backend.mark_used(x)
+            if value_of(p).grad is not None:
+                self.backend.mark_used(value_of(p))
         if self._options.hybridize:
             # Not static_shape, which is for one shape in all passes: shards
             # have two lengths, and the last batch is shorter.
             self.net.hybridize(static_alloc=True)
-        self.statistics = DeviceStatistics(
-            [p for _, p, kind in self.entries if kind in base.STATISTICS
-             and not self._options.sync], self._contexts)
         self._copies = ContextCopies(
-            self.net, self._contexts, call=self._call, run=self._run,
-            one_backward=True, statistics=self.statistics,
+            self.net, self.contexts, call=self._call,
+            run=lambda thunks: self.runner(thunks), one_backward=True,
+            statistics=[p for _, p, kind in self.entries
+                        if kind in base.STATISTICS],
             buffers=[p for _, p, kind in self.entries
                      if kind in base.BUFFERS])
 
     # -- arrays ---------------------------------------------------------------
 
     def array(self, number: int) -> Any:
-        self.statistics.settle()
+        self._copies.statistics.settle()
         _, parameter, _ = self.entries[number]
         x = value_of(parameter)
-        if x is None or self._contexts and x.ctx != self._contexts[0]:
+        if x is None or self.contexts and x.ctx != self.contexts[0]:
             raise RuntimeError(
                 "the values of a network stay on the device that "
                 f"mgpu.initialize has put them on; received "
@@ -364,42 +295,34 @@ class MXNetNetwork(NetworkLayers):
     def arrays(self, number: int) -> list[Any]:
         _, p, _ = self.entries[number]
         found = [self.array(number)]
-        for i in range(1, len(self._contexts)):
-            own = self.statistics.own(i, p)
+        for i in range(1, len(self.contexts)):
+            own = self._copies.statistics.own(i, p)
             found.append(self._copies.refreshed(i, p) if own is None else own)
         return found
 
     def write_statistics(self, number: int, values: Sequence[Any]) -> None:
-        self.statistics.write(self.entries[number][1], values)
+        self._copies.statistics.write(self.entries[number][1], values)
 
     def written(self, number: int) -> None:
-        self.statistics.written(self.entries[number][1])
+        self._copies.statistics.written(self.entries[number][1])
 
     # -- passes ---------------------------------------------------------------
 
     def run(self, calls: Mapping[int, Call], batch: Batch) -> dict[int, Any]:
         self._check_layers()
-        requests = [p.grad_req for _, p, _ in self.entries]
-        if requests != self._requests:
-            self._requests = requests
-            self._mend_frozen()
-        inputs = {i: self._inputs(call) for i, call in calls.items()}
-        for i, (own, _) in inputs.items():
-            self.backend.check_inputs(own, self._devices[i])
-        with self._predicting():
+        self._mend_frozen()
+        inputs = {i: self.in_order(*call) for i, call in calls.items()}
+        for i, own in inputs.items():
+            for x in own:
+                if not is_array(x):
+                    messages.refuse_foreign(x, self.backend.name)
+                elif x.ctx != self.contexts[i]:
+                    raise messages.wrong_device(self.contexts[i], x.ctx)
+        with self.predicting(self._options.sync):
             return self._copies.run(inputs, batch)
 
     def probe(self, call: Call, device: int) -> Probed | None:
-        return self._copies.probe(self._inputs(call), device)
-
-    def _inputs(self, call: Call) -> Call:
-        return self.in_order(*call), {}
-
-    def _run(self, thunks: Sequence[Callable[[], Any]]) -> list[Any]:
-        return (self.runner or run_in_turn)(thunks)
-
-    def _predicting(self) -> base.ContextManager:
-        return self.batch_norms.predicting(self._options.sync)
+        return self._copies.probe(self.in_order(*call), device)
 
     def _check_layers(self) -> None:
         """RuntimeError where the network has got other parameters."""
@@ -423,21 +346,3 @@ class _Drawn(mx.init.Initializer):
 
     def _init_weight(self, _: Any, arr: Any) -> None:
         arr[:] = self._draw(arr.shape)
-
-
-def _spare(x: Any) -> Any:
-    """A copy of an attribute, and of the arrays and containers in it."""
-    if isinstance(x, (mx.nd.NDArray, np.ndarray, set, bytearray)):
-        return x.copy()
-    found = containers.parts(x)
-    return x if found is None else containers.rebuild(
-        x, found[0], list(map(_spare, found[1])))
-
-
-def _wait(outputs: Any) -> None:
-    """Until they are computed; their errors would come up in a later call."""
-    if isinstance(outputs, mx.nd.NDArray):
-        outputs.wait_to_read()
-    elif isinstance(outputs, (list, tuple)):
-        for x in outputs:
-            _wait(x)

@@ -1,39 +1,46 @@
-"""Layers of a network, one by one: for joint batch norm and parity."""
+"""Layers of a network, one by one: batch norms in passes that MXNet would
+take for others, joint batch norm, and parity."""
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from mgpu.backends import base
-from mgpu.backends._mxnet.batch_norms import (BatchNorms, computing_by,
-                                              layer_by_layer)
-from mgpu.backends._mxnet.blocks import (named_blocks, named_parameters,
-                                         kind_of, parameters_of)
+import numpy as np
+
+from mgpu.backends import base, messages
+from mgpu.backends._mxnet.blocks import (is_known, kind_of, named_blocks,
+                                         named_parameters, parameters_of)
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends._mxnet.layers import Between, describe, is_layer
+from mgpu.backends._mxnet.layers import (BATCH_NORM, Between, describe,
+                                         is_layer)
+from mgpu.backends._mxnet.ops import is_np
 from mgpu.backends._mxnet.own_step import MXNetParts, any_dtype_clipped
-from mgpu.backends._mxnet.statistics import DeviceStatistics
+from mgpu.backends._workers import run_in_turn
 
 
 class NetworkLayers(base.Network):
     """What `base.Network` gives of single layers."""
 
     backend: Any
-    statistics: DeviceStatistics
 
     def __init__(self, backend: Any, net: Any):
         self.backend, self.net = backend, net
         self.functions: dict[str, base.Layer] = {}
-        self._contexts: list[Any] = []      # of `place`
+        self.contexts: list[Any] = []       # of the devices
         #: runs the thunks of devices, which meet in `use_batch_norm`
-        self.runner: base.Runner | None = None
+        self.runner: base.Runner = run_in_turn
         found: dict[int, Any] = {}
         for name, p in named_parameters(net).items():
             found.setdefault(id(p), (name, p, kind_of(name, p)))
         # Parameters first, then buffers, each in the order of the layers.
         self.entries = sorted(
             found.values(), key=lambda entry: entry[2] in base.BUFFERS)
-        self.batch_norms = BatchNorms(net, self.entries)
+        self._predicts = threading.RLock()      # threads share the layers
+        blocks = [block for _, block in named_blocks(net)]
+        self._norms = [x for x in blocks if isinstance(x, BATCH_NORM)]
+        #: those that code of the user's may call in predict_mode
+        self._may_predict = [] if all(map(is_known, blocks)) else self._norms
 
     def layers(self) -> list[base.Layer]:
         names = {id(p): name for name, p, _ in self.entries}
@@ -60,9 +67,9 @@ class NetworkLayers(base.Network):
             found.setdefault(id(p), []).append(name)
         return {names[0]: names for names in found.values() if len(names) > 1}
 
-    def _index(self, x: Any) -> int:
+    def index(self, x: Any) -> int:
         """The device whose context `x` is on."""
-        return self._contexts.index(x.ctx)
+        return self.contexts.index(x.ctx)
 
     @contextlib.contextmanager
     def watch_layers(self, seen: base.LayerCallback) -> Iterator[None]:
@@ -73,12 +80,12 @@ class NetworkLayers(base.Network):
                     first = next((x for x in inputs
                                   if isinstance(x, mx.nd.NDArray)), None)
                     if first is not None:
-                        seen(path, tuple(inputs), outputs, self._index(first))
+                        seen(path, tuple(inputs), outputs, self.index(first))
                 handle = block.register_forward_hook(told)
                 stack.callback(handle.detach)
             stack.enter_context(Between(
                 self.net, lambda path, x, output: seen(
-                    path, (x,), output, self._index(x)),
+                    path, (x,), output, self.index(x)),
                 self.functions).watching(self._leaves()))
             yield
 
@@ -86,7 +93,7 @@ class NetworkLayers(base.Network):
     def use_masks(self, draw: base.DrawMask) -> Iterator[None]:
         def forward(layer: Any, x: Any) -> Any:
             return x * draw(x, layer._rate, tuple(layer._axes),
-                            self._index(x))
+                            self.index(x))
         with layer_by_layer(self.net), computing_by([
                 (layer, partial(forward, layer)) for _, layer in self._leaves()
                 if type(layer) is mx.gluon.nn.Dropout]):
@@ -127,12 +134,140 @@ class NetworkLayers(base.Network):
              if kind in base.BUFFERS},
             parts)
 
+    # -- batch norms ----------------------------------------------------------
+
+    def _loose(self) -> list[str]:
+        """Running statistics that are no batch-norm layer's: those of a
+        SymbolBlock, or of a block that calls F.BatchNorm itself."""
+        held = {id(p) for block in self._norms for p in parameters_of(block)}
+        return [name for name, p, kind in self.entries
+                if kind in base.STATISTICS and id(p) not in held]
+
+    @contextlib.contextmanager
+    def predicting(self, sync: bool) -> Iterator[None]:
+        """In the block, if it is recorded, batch norms that predict use their
+        global statistics by name. MXNet's backward pass takes all others for
+        layers in training, whatever their forward pass was."""
+        recording, training = mx.autograd.is_recording(), \
+            mx.autograd.is_training()
+        if not recording or training:
+            # The network's own code may change the mode for a layer.
+            with computing_by([
+                    (layer, None if recording else partial(_not_joined, layer))
+                    for layer in self._may_predict
+                    if recording or sync and not training]):
+                yield
+            return
+        loose = self._loose()
+        if loose:
+            raise ValueError(
+                "a pass that predicts and is recorded takes batch norms from "
+                f"gluon.nn; received running statistics of others: {loose}. "
+                "Use gluon.nn.BatchNorm(use_global_stats=True) in their "
+                "place, or record() in training mode.")
+        with self._predicts, layer_by_layer(self.net), computing_by(
+                [(layer, None) for layer in self._norms]):
+            yield
+
     @contextlib.contextmanager
     def use_batch_norm(self, normalise, run) -> Iterator[None]:
+        plain = mx.gluon.nn.BatchNorm
+        if any(not isinstance(block, plain) for block in hybridized(self.net)):
+            raise ValueError(
+                "synchronised batch normalisation needs the layers of the "
+                "network one by one; received a hybridized network. Call "
+                "net.hybridize(False) first.")
+        # A layer with use_global_stats predicts in training too.
+        found = [(path, block) for path, block in named_blocks(self.net)
+                 if isinstance(block, BATCH_NORM)
+                 and not block._kwargs["use_global_stats"]]
+        own = [path for path, block in found
+               if not isinstance(block, plain)      # BatchNormReLU
+               or type(block).hybrid_forward is not plain.hybrid_forward
+               or type(block).forward is not plain.forward]
+        if own or self._loose():
+            raise messages.own_batch_norm(own + self._loose())
+
+        def forward(path: str, layer: Any, x: Any) -> Any:
+            kwargs = layer._kwargs
+            gamma, beta, mean, var = (p.data(x.ctx) for p in (
+                layer.gamma, layer.beta, layer.running_mean,
+                layer.running_var))
+            y = normalise(base.BatchNormCall(
+                x, None if kwargs["fix_gamma"] else gamma, beta, mean, var,
+                kwargs["eps"], float(np.float32(kwargs["momentum"])),
+                kwargs["axis"], path), self.index(x))
+            # Before F.BlockGrad elementwise functions would hand a gradient
+            # without an array back to a layer, which ends the process.
+            y = mx.nd.concat(y.as_nd_ndarray(), dim=0)
+            return y.as_np_ndarray() if is_np(x) else y
         before, self.runner = self.runner, run
-        self.statistics.joint = True
         try:
-            with self.batch_norms.computed_by(normalise, self._index):
+            with computing_by([(layer, partial(forward, path, layer))
+                               for path, layer in found]):
                 yield
         finally:
             self.runner = before
+
+
+def hybridized(net: Any) -> list[Any]:
+    """The blocks of `net` that run as compiled graphs."""
+    return [block for _, block in named_blocks(net)
+            if getattr(block, "_active", False)]
+
+
+@contextlib.contextmanager
+def layer_by_layer(net: Any) -> Iterator[None]:
+    """In the block nothing of `net` runs as a compiled graph."""
+    compiled = hybridized(net)
+    for block in compiled:
+        block._active = False
+    try:
+        yield
+    finally:
+        for block in compiled:
+            block._active = True
+
+
+@contextlib.contextmanager
+def computing_by(forwards: Sequence[
+        tuple[Any, Callable[[Any], Any] | None]]) -> Iterator[None]:
+    """In the block layers that train compute by functions of mgpu (None:
+    their own); batch norms that predict use their running statistics by
+    name."""
+    before = [(vars(layer), vars(layer).get("forward"))
+              for layer, _ in forwards]
+    try:
+        for layer, forward in forwards:
+            layer.__dict__["forward"] = partial(
+                _by_mode, layer, layer.forward, forward)
+        yield
+    finally:
+        for attributes, own in before:
+            attributes.pop("forward", None)
+            if own is not None:
+                attributes["forward"] = own
+
+
+def _by_mode(layer: Any, own: Callable[[Any], Any],
+             forward: Callable[[Any], Any] | None, x: Any) -> Any:
+    if mx.autograd.is_training():
+        return (forward or own)(x)
+    # Symbols are what all passes of a compiled network are made of.
+    if not isinstance(layer, BATCH_NORM) or not isinstance(x, mx.nd.NDArray):
+        return own(x)
+    kwargs = layer._kwargs
+    before = kwargs["use_global_stats"], layer._active
+    kwargs["use_global_stats"], layer._active = True, False
+    try:
+        return own(x)
+    finally:
+        kwargs["use_global_stats"], layer._active = before
+
+
+def _not_joined(layer: Any, _: Any) -> Any:
+    raise ValueError(
+        "batch_norm='sync' joins the statistics of passes that train; "
+        f"received {layer.name!r}, which the network's own code has put into "
+        "training mode in a prediction, on several devices. Run the pass "
+        "inside mgpu.record(), or use one device.")

@@ -1,17 +1,21 @@
-"""What forward sets in attributes of blocks, on each device."""
+"""What devices have of their own: attributes of blocks that forward sets, and
+running statistics."""
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mgpu.backends import containers
-from mgpu.backends._mxnet.block_tree import (Place, blocks_of, is_array,
-                                             is_recorded, on_context,
-                                             state_of)
+from mgpu.backends._mxnet.block_tree import (Place, blocks_of, has_form,
+                                             is_array, is_recorded,
+                                             on_context, state_of,
+                                             view_of)
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends.containers import Batch
 
-autograd = mx.autograd
+autograd, gluon = mx.autograd, mx.gluon
 
 
 class _State(NamedTuple):
@@ -54,12 +58,12 @@ class DeviceStates:
         for place, state in list(self._states.items()):
             now = vars(state.block).get(place[1])
             values, known = state.values, state.bounds
-            is_same = _is_same(now, state.shown, state.seen)
-            fits = known is None or known[-1][1] == bounds[-1][1]
+            is_same = now is state.shown and _is_equal(
+                _content(now), state.seen)
             if not is_same:     # the user's
                 del self._states[place]
-            if not fits:        # of another batch size: as it is
-                continue
+            if known is not None and known[-1][1] != bounds[-1][1]:
+                continue        # of another batch size: as it is
             if not is_same or known is not None and (
                     known != bounds or list(values) != list(active)):
                 # A value of the same form is split again; others go to all
@@ -117,53 +121,50 @@ class DeviceStates:
             if not (is_set or is_array(x) or containers.parts(x)
                     or first and isinstance(x, np.ndarray)):
                 continue
-            shown, bounds = self._on_first(x), None
             if first and not is_set and _is_equal(
                     _content(x), _content(vars(block).get(name))):
                 continue
+            shown, bounds = None, None
             if is_set and len(views) > 1 \
-                    and containers.arrays_in(x, is_array) \
-                    and self._is_joined(values, place, block, batch):
-                shown, bounds = vars(block)[name], list(batch.bounds)
+                    and containers.arrays_in(x, is_array):
+                shown, bounds = _joined(
+                    list(values.values()), f"{type(block).__name__}.{name}",
+                    place, batch), list(batch.bounds)
+            if shown is None:       # the first device's stands for all
+                shown, bounds = containers.replace(
+                    x, is_array, partial(on_context,
+                                         context=self._contexts[0])), None
             block.__dict__[name] = shown
             self._states[place] = _State(block, shown, _content(shown),
                                          values, bounds)
 
-    def _is_joined(self, values: Mapping[int, Any], place: Place, block: Any,
-                   batch: Batch) -> bool:
-        """Join the devices' values, and set the attribute to that. False
-        where the first device's stands for all."""
-        name = f"{type(block).__name__}.{place[1]}"
-        try:
-            block.__dict__[place[1]] = batch.join(list(values.values()), name,
-                                                  place)
-            return True
-        except ValueError as error:
-            if not any(is_recorded(x) for x in containers.arrays_in(
-                    list(values.values()), is_array)):
-                return False
-            contents = list(map(_content, values.values()))
-            if all(_is_equal(x, contents[0]) for x in contents):
-                return False
+
+def _joined(values: list[Any], name: str, place: Place, batch: Batch) -> Any:
+    """The devices' values as one; None where the first device's stands for
+    all."""
+    try:
+        return batch.join(values, name, place)
+    except ValueError as error:
+        contents = list(map(_content, values))
+        if any(map(is_recorded, containers.arrays_in(values, is_array))) \
+                and not all(_is_equal(x, contents[0]) for x in contents):
             raise ValueError(
                 f"forward has set {name}, which differs between devices and "
                 "has no entry for each example. Return it from forward."
             ) from error
-
-    def _on_first(self, x: Any) -> Any:
-        return containers.replace(x, is_array, lambda a: on_context(
-            a, self._contexts[0]))
+        return None
 
 
 def set_states(net: Any, states: Mapping[Place, Any]) -> None:
     """Set attributes of the blocks of `net`."""
-    for block in blocks_of(net):
-        block.__dict__.update({name: x for (key, name), x in states.items()
-                               if key == id(block)})
+    view = view_of(net)
+    for (key, name), x in states.items():
+        if key in view:
+            view[key][name] = x
 
 
 def _content(x: Any) -> Any:
-    """What `_is_same` compares with: of arrays the values."""
+    """What `_is_equal` compares: of arrays the values."""
     if is_array(x):
         return x.asnumpy()
     if isinstance(x, np.ndarray):
@@ -181,10 +182,129 @@ def _is_equal(a: Any, b: Any) -> bool:
     return a is b or type(a) is type(b) and bool(a == b)
 
 
-def _is_same(x: Any, shown: Any, seen: Any) -> bool:
-    """Whether `x` is `shown`, and has the content that `shown` had."""
-    return x is shown and _is_equal(_content(x), seen)
-
-
 def _shapes(x: Any) -> list[tuple[int, ...]]:
     return [tuple(a.shape) for a in containers.arrays_in(x, is_array)]
+
+
+# -- running statistics -------------------------------------------------------
+
+#: by Parameter: the calls of its ``set_data``; MXNet counts no writes
+_sets: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+_set_data = gluon.Parameter.set_data
+
+
+def _counted_set_data(self: Any, data: Any) -> None:
+    """Sets this parameter's value on all contexts."""
+    _set_data(self, data)
+    _sets[self] = sets_of(self) + 1
+
+
+gluon.Parameter.set_data = _counted_set_data
+
+
+def sets_of(parameter: Any) -> int:
+    """How many times ``set_data`` of a Parameter was called."""
+    return _sets.get(parameter, 0)
+
+
+#: those whose network waits for a device's values
+_waiting: "weakref.WeakSet[DeviceStatistics]" = weakref.WeakSet()
+
+
+def settle_all() -> None:
+    """A backward pass, in which MXNet moves running statistics, has ended:
+    networks take those of the first device that had examples."""
+    for one in list(_waiting):
+        one.settle()
+
+
+class _Own(NamedTuple):
+    """A device's own values of a parameter.
+
+    They are valid while the network has `source` in it, after `sets` calls
+    of its ``set_data``. Otherwise the device follows the network.
+    """
+
+    source: Any
+    sets: int
+    values: Any
+
+
+class DeviceStatistics:
+    """Each device's own running statistics, from passes that train.
+
+    Parameters
+    ----------
+    parameters : list of gluon.Parameter
+        The network's running means and variances.
+    contexts : list of Context
+        The first one is the network's.
+    """
+
+    def __init__(self, parameters: Sequence[Any], contexts: Sequence[Any]
+                 ) -> None:
+        self.parameters, self._contexts = list(parameters), list(contexts)
+        self._own: list[dict[Any, _Own]] = [{} for _ in contexts]
+        #: by parameter: the device whose values the network takes
+        self._sources: dict[Any, int] = {}
+
+    def own(self, i: int, p: Any) -> Any:
+        """Device `i`'s own array; None: it follows the network."""
+        one, arrays = self._own[i].get(p), vars(p)["_data"]
+        return one.values if one is not None and arrays \
+            and one.source is arrays[0] and one.sets == sets_of(p) else None
+
+    def begin(self, i: int) -> dict[Any, Any]:
+        """By parameter, device `i`'s arrays for a pass that trains, which
+        writes to them."""
+        return {p: self._values(i, p) for p in self.parameters
+                if vars(p)["_data"]}
+
+    def _values(self, i: int, p: Any) -> Any:
+        values = self.own(i, p)
+        if values is None:
+            array = vars(p)["_data"][0]
+            with autograd.pause():
+                values = self._own[i][p].values if p in self._own[i] else None
+                if has_form(values, array):
+                    array.copyto(values)
+                else:
+                    values = array.copyto(self._contexts[i])
+            self._own[i][p] = _Own(array, sets_of(p), values)
+        return values
+
+    def end(self, active: Sequence[int]) -> None:
+        """The devices `active` have trained. What forward has set does not
+        count as the user's; other devices follow the network."""
+        for i, own in enumerate(self._own):
+            for p, one in own.items():
+                own[p] = one._replace(sets=sets_of(p) if i in active else -1)
+        self._sources = {} if 0 in active else dict.fromkeys(
+            self.parameters, active[0])
+        (_waiting.add if self._sources else _waiting.discard)(self)
+
+    def settle(self) -> None:
+        """Copy to the network what it takes of another device; again after
+        each backward pass, until the next pass that trains."""
+        for p, i in self._sources.items():
+            values = self.own(i, p)
+            if values is not None:
+                with autograd.pause():
+                    values.copyto(vars(p)["_data"][0])
+
+    def write(self, p: Any, values: Sequence[Any]) -> None:
+        """``values[i]`` are device i's own, and ``values[0]`` the
+        network's."""
+        self._sources.pop(p, None)
+        with autograd.pause():
+            for i, value in enumerate(values):
+                array = self._values(i, p) if i else vars(p)["_data"][0]
+                if value is not array:
+                    array[:] = value
+
+    def written(self, p: Any) -> None:
+        """All devices follow the network, whose values somebody has
+        written."""
+        self._sources.pop(p, None)
+        for own in self._own:
+            own.pop(p, None)
