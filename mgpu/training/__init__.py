@@ -33,7 +33,7 @@ from mgpu.evaluation import (check_place, check_scores, evaluate_accuracy_gpus,
 from mgpu.files import FilePath
 from mgpu.inputs import as_rounds, choose
 from mgpu.losses import Loss as OwnLoss
-from mgpu.losses import check_per_example, of_shards
+from mgpu.losses import check_per_example, parts_of_batch
 from mgpu.nested import (NoRows, as_inputs, as_pair, examples_of, is_empty,
                          is_listed, is_whole, leaves, lists_in, map_leaves,
                          row_counts, rows_of)
@@ -175,11 +175,14 @@ def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> list[Any]:
     if isinstance(per_device[0], NoRows):
         return NoRows(per_device[0])
     idle = [x is None for x in per_device[0]]
-    calls = [partial(of_shards(fn, idle.count(False)), *row)
-             for row in zip(*per_device)]
-    return get_backend().parallel(
-        calls if all(idle) else [(lambda: None) if none else call
-                                 for none, call in zip(idle, calls)])
+    calls = [(lambda: None) if none and not all(idle) else partial(fn, *row)
+             for none, row in zip(idle, zip(*per_device))]
+    before = parts_of_batch.get()
+    token = parts_of_batch.set(max(before, idle.count(False)))
+    try:
+        return get_backend().parallel(calls)
+    finally:
+        parts_of_batch.reset(token)
 
 
 def sgd(params: Sequence[Any], lr: float, batch_size: float) -> None:
