@@ -25,7 +25,6 @@ import math
 import os
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -57,8 +56,6 @@ _MIRRORS = (
 )
 _ROUNDS = 2         # how often all mirrors are tried
 _TIMEOUT = 30       # seconds that a server may be silent
-_MOST_SECONDS = 1800        # that a file may take
-_MOST_BYTES = 64 << 20      # of a file; the largest has 26,421,880
 
 # IDX: two zero bytes, the type of the values (8: unsigned byte), the number
 # of dimensions; then each dimension, as four bytes, big end first.
@@ -237,8 +234,8 @@ class BatchIterator:
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""
-        whole, rest = divmod(self.num_examples, self.batch_size)
-        return whole + (rest > 0 and not self.drop_last)
+        rest = 0 if self.drop_last else self.batch_size - 1
+        return (self.num_examples + rest) // self.batch_size
 
     def __iter__(self) -> "Epoch":
         # The epoch is taken here, by iter(), not when the first batch is
@@ -257,11 +254,9 @@ class BatchIterator:
 
     def _drawn(self, epoch: int, first: int,
                share: Callable[[int], tuple[int, int]]) -> Iterator[Arrays]:
-        if self.shuffle:
-            order = np.random.default_rng(
-                [self.seed, epoch]).permutation(self.num_examples)
-        else:
-            order = np.arange(self.num_examples)
+        order = np.random.default_rng([self.seed, epoch]).permutation(
+            self.num_examples) if self.shuffle \
+            else np.arange(self.num_examples)
         for i in range(first, len(self)):
             rows = order[i * self.batch_size:(i + 1) * self.batch_size]
             begin, end = share(len(rows))
@@ -778,8 +773,8 @@ def _size(name: str, size: Any) -> tuple[int, int]:
 
 @dataclass
 class _Request:
-    """What the caller of a data set has asked for; a wrong argument is
-    refused before a file is read."""
+    """What the caller of a data set has asked for; a wrong argument raises
+    before a file is read."""
 
     batch_size: int
     resize: Size
@@ -905,23 +900,21 @@ def _read_idx(path: str, magic: int) -> np.ndarray:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} must be a gzip file; it is truncated or "
                          f"corrupt ({error}). {_AGAIN}") from error
-    found = int.from_bytes(data[:4], "big")
-    header = 4 + 4 * (magic & 0xFF)
+    dims = magic & 0xFF
+    header = 4 + 4 * dims
+    found, *shape = np.frombuffer(data[:header].ljust(header, b"\0"), ">u4"
+                                  ).tolist()
     if len(data) < header or found != magic:
-        raise ValueError(
-            f"{path} must be an IDX file with the magic number {magic} and a "
-            f"header of {header} bytes; received {len(data)} bytes, magic "
-            f"number {found}. {_AGAIN}")
-    shape = [int.from_bytes(data[i:i + 4], "big") for i in range(4, header, 4)]
-    if len(data) != header + math.prod(shape):
-        raise ValueError(
-            f"{path} must be as long as its header says; received "
-            f"{len(data)} bytes, {header + math.prod(shape)} for shape "
-            f"{tuple(shape)} and the header of {header}. {_AGAIN}")
-    if not math.prod(shape):
-        raise ValueError(f"{path} must hold at least one example; received "
-                         f"shape {tuple(shape)}. {_AGAIN}")
-    return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
+        problem = f"{len(data)} bytes, magic number {found} instead of {magic}"
+    elif len(data) != header + math.prod(shape):
+        problem = (f"{len(data)} bytes instead of {header + math.prod(shape)}"
+                   f" for shape {tuple(shape)} and the header")
+    elif not len(data) > header:
+        problem = f"no example, shape {tuple(shape)}"
+    else:
+        return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
+    raise ValueError(f"{path} must be an IDX file as its header says; "
+                     f"received {problem}. {_AGAIN}")
 
 
 # -- download ---------------------------------------------------------------
@@ -944,8 +937,7 @@ def _download(names: Sequence[str], folder: str) -> None:
             url = f"{mirror}{name}.gz"
             try:
                 with part_of(os.path.join(folder, f"{name}.gz")) as part:
-                    pooch.HTTPDownloader(progressbar=_Limits(),
-                                         timeout=_TIMEOUT)(url, part, None)
+                    pooch.HTTPDownloader(timeout=_TIMEOUT)(url, part, None)
                     found = pooch.file_hash(part, "md5")
                     if found != _MD5[name]:
                         raise ValueError(f"deleted: its MD5 is {found}, not "
@@ -961,25 +953,3 @@ def _download(names: Sequence[str], folder: str) -> None:
                 f"Fashion-MNIST is not in {folder!r}, and {url} cannot be "
                 f"downloaded ({' '.join(str(failure).split())}). Run it "
                 f"again, or {_cures(folder)}") from failure
-
-
-class _Limits:
-    """A progress bar for pooch that shows nothing and ends what is too large
-    or, though the server is never silent for long, takes too long."""
-
-    total = 0
-
-    def __init__(self) -> None:
-        self._bytes, self._end = 0, time.monotonic() + _MOST_SECONDS
-
-    def update(self, more: int) -> None:
-        self._bytes += more
-        if self._bytes > _MOST_BYTES or time.monotonic() > self._end:
-            raise OSError(f"a file has {_MOST_BYTES} bytes and takes "
-                          f"{_MOST_SECONDS} seconds at most")
-
-    def reset(self) -> None:
-        self._bytes = 0
-
-    def close(self) -> None:
-        pass

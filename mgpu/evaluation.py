@@ -56,25 +56,7 @@ def accuracy(y_hat: Any, y: Any) -> int:
                 "accuracy compares scores (n, classes) or class numbers (n,) "
                 f"with class numbers (n,); received shapes {shapes[0]} and "
                 f"{shapes[1]}. Cut or reshape them.")
-    wrong = _parts(y)
-    if len(wrong):
-        raise ValueError("accuracy compares with class numbers, which are "
-                         f"whole; received {wrong[0]}. Check the data.")
-    wrong = _parts(y_hat)
-    if len(wrong):
-        raise ValueError(
-            "accuracy compares scores (n, classes) or class numbers (n,), "
-            f"which are whole; received {wrong[0]} in an output of shape "
-            f"{shapes[0]}. Of a single score make class numbers, accuracy("
-            "y_hat > 0, y), of a network's too: evaluate_accuracy_gpus("
-            "[lambda x, run=run: run(x) > 0 for run in replicas], data, "
-            "devices=replicas.devices); or give the network two outputs.")
-    return int((y_hat.reshape(-1) == y.reshape(-1)).sum())
-
-
-def _parts(x: np.ndarray) -> np.ndarray:
-    """The entries that are no whole numbers."""
-    return x[x != np.trunc(x)] if x.dtype.kind == "f" else x[:0]
+    return metrics.count_equal(y_hat, y)
 
 
 def check_scores(output: Any) -> None:

@@ -319,10 +319,10 @@ def repacked(change):
 
 @pytest.mark.parametrize("apply, message", [
     (damage(IMAGES, repacked(lambda d: b"\0\0\x08\x01" + d[4:])),
-     r"magic number 2051 .* received \d+ bytes, magic number 2049"),
+     r"received \d+ bytes, magic number 2049 instead of 2051"),
     (damage(IMAGES, lambda d: b"", packed=False), "received 0 bytes"),
     (damage(IMAGES, repacked(lambda d: d[:-1])),
-     "as long as its header says; received 32159 bytes, 32160 for shape "
+     "as its header says; received 32159 bytes instead of 32160 for shape "
      r"\(41, 28, 28\)"),
     (damage(IMAGES, lambda d: d[:-8] + b"\1\2\3\4" + d[-4:]),
      "truncated or corrupt .*CRC"),
@@ -331,7 +331,7 @@ def repacked(change):
     (damage(LABELS, repacked(lambda d: d[:11] + b"\x0a" + d[12:])),
      "labels must be 0 to 9; received 10 at position 3"),
     (damage(IMAGES, repacked(lambda d: idx(np.zeros((0, 28, 28), np.uint8)))),
-     "at least one example"),
+     "received no example"),
     (damage(IMAGES, repacked(lambda d: idx(np.zeros((41, 28, 27),
                                                     np.uint8)))),
      r"one size; received \(28, 27\) and \(28, 28\)"),
@@ -444,14 +444,6 @@ def test_nothing_is_left_of_a_file_that_never_arrives_whole(server, cache):
     server.cuts = []
     datasets.fashion_mnist(16)
     assert_complete(cache, server)
-
-
-@pytest.mark.parametrize("limit", ["_MOST_BYTES", "_MOST_SECONDS"])
-def test_a_download_is_limited(server, cache, env, limit):
-    env.setattr(datasets, limit, 0)
-    with pytest.raises(ConnectionError, match="at most"):
-        datasets.fashion_mnist(16)
-    assert os.listdir(cache) == []
 
 
 def test_a_download_says_when_pooch_is_missing(server, cache, env):
