@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu.backends.base import Kwargs
-from mgpu.nested import as_inputs, as_pair, pair_of, unpadded
+from mgpu.nested import as_inputs, as_pair, unpadded
 
 Parameters = Sequence[inspect.Parameter]
 
@@ -206,7 +206,8 @@ def labels_of(batch: Mapping[str, Any]) -> str:
 class Rounds:
     """A data iterator of MXNet's kind as an iterable of pairs, (X, y), that
     can be gone through again: each ``iter()`` resets it. Rows that fill up
-    the last batch (``batch.pad``) are left out.
+    the last batch (``batch.pad``) are left out, but for those of the epoch
+    before ("roll_over").
 
     ValueError for examples on another axis than the first, and for an
     iterator of MXNet's library."""
@@ -215,30 +216,21 @@ class Rounds:
         self.data = data
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        self._begin()
-        return self._pairs()
+        filled = self._begin()
+        return (as_pair(batch, filled) for batch in self.data)
 
     def inputs(self) -> Iterator[Any]:
         """X of each batch, which may have no labels."""
-        self._begin()
-        rolls = self._rolls()
-        for batch in self.data:
-            yield unpadded(batch.data, 0 if rolls else batch.pad)
+        filled = self._begin()
+        return (unpadded(batch.data, batch.pad if filled else 0)
+                for batch in self.data)
 
-    def _begin(self) -> None:
+    def _begin(self) -> bool:
+        """Reset the iterator; whether rows in `pad` are filling."""
         _check(self.data)
         self.data.reset()
-
-    def _rolls(self) -> bool:
-        """Whether rows in `pad` are of the epoch before, and no filling."""
-        return any(getattr(one, "last_batch_handle", None) == "roll_over"
+        return all(getattr(one, "last_batch_handle", None) != "roll_over"
                    for one in _inner(self.data))
-
-    def _pairs(self) -> Iterator[tuple[Any, Any]]:
-        rolls = self._rolls()
-        for batch in self.data:
-            yield pair_of(batch, 0) if rolls and hasattr(batch, "pad") \
-                else as_pair(batch)
 
 
 def as_rounds(data: Any) -> Any:
