@@ -385,9 +385,8 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
             "X and y must have equally many rows; received "
             f"{' or '.join(map(str, n)) or 'none'} and "
             f"{' or '.join(map(str, m)) or 'none'}. Cut them to one length. "
-            "Numbers in a tuple, in a range or alone are no array: use "
-            "np.asarray, or a list. Labels with an entry for each row (the "
-            "boxes of each picture) are a list.")
+            "Give numbers as an array or a list, and labels with an entry "
+            "for each row (the boxes of each picture) as a list.")
     if n == [0] and distributed.current().size > 1:
         # Other processes have the rows of this batch.
         return [None] * len(devices), [None] * len(devices)

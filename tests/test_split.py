@@ -398,10 +398,9 @@ def test_different_lengths_are_refused(X, y, received):
                     split_batch(*data, [cpu(0), cpu(1)])
                 assert str(refused.value) == (
                     "X and y must have equally many rows; received "
-                    f"{received}. Cut them to one length. Numbers in a "
-                    "tuple, in a range or alone are no array: use np.asarray,"
-                    " or a list. Labels with an entry for each row (the boxes"
-                    " of each picture) are a list.")
+                    f"{received}. Cut them to one length. Give numbers as an "
+                    "array or a list, and labels with an entry for each row "
+                    "(the boxes of each picture) as a list.")
 
 
 @pytest.mark.device_counts(1, 3)
@@ -414,7 +413,7 @@ def test_a_list_with_an_entry_for_each_row(engine, devices):
     assert list(map(len, y_shards)) == [
         0 if x is None else len(x) for x in X_shards]
     with pytest.raises(ValueError, match="received 5 and 1 or 2 or 3.* with "
-                       "an entry for each row .* are a list"):
+                       "an entry for each row .* as a list"):
         split_batch(X, tuple(y), devices)
 
 

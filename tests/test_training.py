@@ -385,7 +385,9 @@ def test_wrong_batches_and_losses_change_nothing(engine):
     foreign, name = foreign_array(engine)
     for (X_, y_), error, text in (
             ((X, y[:5]), ValueError, "X and y must have equally many rows; "
-             "received 6 and 5. Cut them to one length."),
+             "received 6 and 5. Cut them to one length. Give numbers as an "
+             "array or a list, and labels with an entry for each row (the "
+             "boxes of each picture) as a list."),
             ((X[:0], y[:0]), ValueError, "a batch needs at least one row; "
              "received an empty one. Leave it out."),
             ((foreign, y[:3]), TypeError, refusal_of_foreign(engine, name)),
@@ -394,7 +396,7 @@ def test_wrong_batches_and_losses_change_nothing(engine):
                error, text)
     for wrong, received in (
             (lambda out, y: loss(out, y)[:4], "shape (4,)"),
-            (lambda out, y: 0.5, "a float"), (lambda out, y: None, "None")):
+            (lambda out, y: 0.5, "float"), (lambda out, y: None, "NoneType")):
         refuse(lambda: mgpu.train_batch(X, y, replicas, wrong, trainer),
                ValueError, "the loss must return one value per example, "
                "shape (6,), or several, whose mean counts; received "
@@ -654,8 +656,8 @@ def test_arguments_of_another_kind_are_named(backend):
             ("test_iter", 3, "test_iter must be an iterable of batches"),
             ("test_iter", [1, 2], "int"), ("test_iter", "ab", "str"),
             ("test_iter", [(1, 2, 3)], "3 things"),
-            ("evaluate", 3, "split_f and evaluate are functions"),
-            ("split_f", None, "split_f and evaluate are functions"),
+            ("evaluate", 3, "evaluate is a function"),
+            ("split_f", None, "split_f is a function"),
             ("split_f", lambda *_: None, "returns two lists"),
             ("split_f", lambda *_: [1], "returns two lists"),
             ("animator", True, "animator must be an mgpu.plotting.Animator")):
@@ -680,10 +682,8 @@ def test_batches_that_are_no_pairs_are_refused(backend):
                      lambda: mgpu.evaluate_accuracy_gpus(replicas, [wrong])):
             refuse(call, TypeError, "a data iterator gives batches that are "
                    f"pairs, (X, y), or dicts; received {words}. Make pairs of "
-                   "them: ("
-                   + ("(b.data[0], b.label[0])" if words.endswith("space")
-                      else "(b['x'], b['y'])")
-                   + " for b in batches), or ((X, X) for X in batches).")
+                   "them: ((b['x'], b['y']) for b in batches), or ((X, X) for "
+                   "X in batches).")
 
 
 def loaders(engine, X, y, size):

@@ -73,7 +73,7 @@ class BatchSplit:
                  arrays: Arrays) -> None:
         self._names, self._arrays = list(names), arrays
         by_name = isinstance(batch_axis, Mapping)
-        self._axes: Mapping[str, Any] = batch_axis if by_name else {}
+        self._axis_of: Mapping[str, Any] = batch_axis if by_name else {}
         self._default = 0 if by_name else batch_axis
         self._whole = tuple(whole)
         self._was_split: dict[str, bool] = {}
@@ -214,7 +214,7 @@ class BatchSplit:
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]
                    ) -> list[_Argument]:
-        unknown = {*self._axes, *self._whole} - {*self._names, *kwargs}
+        unknown = {*self._axis_of, *self._whole} - {*self._names, *kwargs}
         if unknown:
             raise TypeError(f"forward has no argument {min(unknown)!r}; got "
                             "it in batch_axis or whole. Its arguments are "
@@ -229,8 +229,8 @@ class BatchSplit:
             return _Argument(name, x, None, False)
         if (items := self._arrays.sequences(x)) is not None:
             return _Argument(name, items, list, True, x)
-        return _Argument(name, x, self._axes.get(name, self._default),
-                         name in self._axes)
+        return _Argument(name, x, self._axis_of.get(name, self._default),
+                         name in self._axis_of)
 
     def _of_entries(self, one: _Argument, entries: Any) -> Any:
         """Some entries of an argument, in the form that it has."""
