@@ -60,20 +60,16 @@ def accuracy(y_hat: Any, y: Any) -> int:
 def check_scores(output: Any) -> None:
     """Refuse what a network in training gives, if `accuracy` would refuse it
     in the end. A tuple may be one array in prediction."""
-    if isinstance(output, Mapping) or dataclasses.is_dataclass(output):
-        raise TypeError(
-            "the accuracy on test_iter is that of one array of scores; "
-            f"received an output that is a {type(output).__name__}. Pass "
-            "test_iter=None, and your own measure as evaluate=.")
-    if get_backend().is_native(output) and (
-            len(output.shape) != 2 or output.shape[1] < 2):
+    shape = tuple(output.shape) if get_backend().is_native(output) else None
+    if isinstance(output, Mapping) or dataclasses.is_dataclass(output) \
+            or shape is not None and (len(shape) != 2 or shape[1] < 2):
         raise ValueError(
-            "the accuracy on test_iter is that of scores (n, classes); "
-            f"received an output of shape {tuple(output.shape)}. Pass "
-            "test_iter=None, and a measure of your own, if you like, as "
-            "evaluate=: lambda: mgpu.evaluate_accuracy_gpus([lambda x, "
-            "run=run: run(x) > 0 for run in replicas], test_iter, devices="
-            "replicas.devices) is the accuracy of a single score.")
+            "the accuracy on test_iter is that of one array of scores (n, "
+            f"classes); received an output of shape {shape}, a "
+            f"{type(output).__name__}. Pass test_iter=None, and a measure of "
+            "your own as evaluate=: lambda: mgpu.evaluate_accuracy_gpus([lamb"
+            "da x, run=run: run(x) > 0 for run in replicas], test_iter, "
+            "devices=replicas.devices) is the accuracy of a single score.")
 
 
 def evaluate_accuracy_gpu(net: Any, data_iter: DataIter,
@@ -248,11 +244,6 @@ def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
                if loss is None and metric.of_outputs is False
                else f"and loss={'None' if loss is None else '...'}. "
                "Evaluate each kind by itself."))
-    if not callable(split_f) or not (loss is None or callable(loss)):
-        raise TypeError(
-            "split_f and loss are functions; received "
-            f"{type(split_f).__name__} and {type(loss).__name__}. Leave "
-            "split_f out, and pass a loss of mgpu.losses.")
     data = as_batches("data", data)
     batch_axis = integer("batch_axis", batch_axis, 0)
     metric.reset()

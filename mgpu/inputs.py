@@ -20,18 +20,8 @@ def inputs_for(shard: Any, parameters: Callable[[], Parameters]
                ) -> tuple[Any, ...]:
     """`as_inputs`, for a network whose forward has `parameters`: a dict is
     `Kwargs` where these take names only.
-
-    Raises
-    ------
-    TypeError
-        `Kwargs` in another place than the last.
     """
     inputs = as_inputs(shard)
-    if any(isinstance(x, Kwargs) for x in inputs[:-1]):
-        raise TypeError(
-            "inputs by name come last, once; received mgpu.Kwargs before "
-            f"another input, of {len(inputs)}. Put all names into one "
-            "mgpu.Kwargs, after the inputs without names.")
     if len(inputs) == 1 and isinstance(inputs[0], Mapping) \
             and not isinstance(inputs[0], Kwargs):
         known = parameters()
@@ -131,49 +121,27 @@ def choose(batch: Mapping[Any, Any], parameters: Parameters) -> Choice:
 
 
 class _Watched(dict[Any, Any]):
-    """A dict that knows which of its entries have been read."""
+    """A dict that adds the keys of the entries that are read to `read`."""
 
     def __init__(self, entries: Mapping[Any, Any], read: set[Any]) -> None:
         super().__init__(entries)
-        self._read = read
+        self.read = read
 
-    def __getitem__(self, key: Any) -> Any:
-        self._read.add(key)
-        return super().__getitem__(key)
 
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self[key] if key in self else default
+def _watch(name: str, one: bool) -> Callable[..., Any]:
+    """A method of dict that reads one entry, or all."""
+    method = getattr(dict, name)
 
-    def pop(self, key: Any, *default: Any) -> Any:
-        self._read.add(key)
-        return super().pop(key, *default)
+    def watched(self: _Watched, *args: Any) -> Any:
+        self.read.update(args[:1] if one else dict.keys(self))
+        return method(self, *args)
+    return watched
 
-    def _all(self) -> None:
-        self._read.update(dict.keys(self))
 
-    def __iter__(self) -> Any:
-        self._all()
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        self._all()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._all()
-        return super().values()
-
-    def items(self) -> Any:
-        self._all()
-        return super().items()
-
-    def copy(self) -> Any:
-        self._all()
-        return super().copy()
-
-    def __or__(self, other: Any) -> Any:
-        self._all()
-        return super().__or__(other)
+for _name in ("__getitem__", "get", "pop"):
+    setattr(_Watched, _name, _watch(_name, one=True))
+for _name in ("__iter__", "keys", "values", "items", "copy", "__or__"):
+    setattr(_Watched, _name, _watch(_name, one=False))
 
 
 def watched(batch: Any, read: set[Any]) -> Any:

@@ -792,10 +792,6 @@ def per_example(loss: Callable[[Array, Array], Array]
         root or a ratio of means); or
         `pred` and `label` have shapes, (n, 1) and (n,), that the loss
         broadcasts, so that each row meets the labels of all.
-    TypeError
-        When it is called: `pred`, for such a function, is no array of rows,
-        but a dict or tuple, or itself a mean, of which nothing tells that it
-        is one over rows.
     """
     if hasattr(loss, "reduction"):
         adds = loss.reduction in ("sum", "batchmean")
@@ -811,12 +807,6 @@ def per_example(loss: Callable[[Array, Array], Array]
 
     def spread(pred: Array, label: Array) -> Array:
         nonlocal calls
-        if not getattr(pred, "shape", ()):
-            raise TypeError(
-                "per_example adapts a loss of an output that is an array "
-                f"with a row for each example; received {type(pred).__name__}"
-                ". Write a loss with a value for each example, of what the "
-                "mean in the output is made of.")
         ops, mean = get_backend().ops, loss(pred, label)
         shape = tuple(getattr(mean, "shape", (0,)))
         if math.prod(shape) != 1:
@@ -825,10 +815,10 @@ def per_example(loss: Callable[[Array, Array], Array]
                 "batch, an array of one number; received "
                 f"{type(mean).__name__} of shape {shape}. Use a loss with a "
                 "value for each example as it is.")
+        rows = ops.mean(ops.zeros_like(pred).reshape((len(pred), -1)), 1)
         if calls < _FIRST or not calls & (calls - 1):
             _check_mean(loss, pred, label, mean)
         calls += 1
-        rows = ops.mean(ops.zeros_like(pred).reshape((len(pred), -1)), 1)
         return rows + mean.reshape((1,))
     return spread
 

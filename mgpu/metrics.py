@@ -236,15 +236,12 @@ class TopKAccuracy(EvalMetric):
     Parameters
     ----------
     top_k : int
-        2 or more; else use `Accuracy`.
     name : str
         Gets ``_k`` at its end, as MXNet's.
     """
 
     def __init__(self, top_k: int = 1, name: str = "top_k_accuracy") -> None:
         self._k = integer("top_k", top_k, 1)
-        if top_k == 1:
-            raise ValueError("top_k is 2 or more; received 1. Use Accuracy.")
         super().__init__(f"{name}_{self._k}")
 
     def _of(self, labels: np.ndarray, preds: np.ndarray
@@ -325,9 +322,6 @@ class Perplexity(EvalMetric):
 
     def _of(self, labels: np.ndarray, preds: np.ndarray
             ) -> tuple[int, Sequence[float]]:
-        if not preds.ndim:
-            raise ValueError("probabilities have an axis of classes; "
-                             "received a number. Pass (n, classes).")
         _check_rows(labels, preds, preds.size // preds.shape[-1])
         y = _classes(labels, preds.shape[-1], self._ignored)
         counted = np.ones(len(y), bool) if self._ignored is None \

@@ -228,11 +228,8 @@ def as_pair(batch: Any, filled: bool = True) -> tuple[Any, Any]:
         return unpadded(batch.data, pad), unpadded(batch.label, pad)
     raise TypeError(
         "a data iterator gives batches that are pairs, (X, y), or dicts; "
-        "received "
-        + (f"{len(batch)} things" if isinstance(batch, (tuple, list))
-           else f"a {type(batch).__name__}")
-        + ". Make pairs of them: ((b['x'], b['y']) for b in batches), or "
-        "((X, X) for X in batches).")
+        f"received a {type(batch).__name__}. Make pairs of them: ((b['x'], "
+        "b['y']) for b in batches), or ((X, X) for X in batches).")
 
 
 def is_whole(X: Any, y: Any) -> bool:

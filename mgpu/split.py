@@ -1,5 +1,4 @@
 """Cutting a batch into shards, one per device."""
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -91,39 +90,26 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0,
     Raises
     ------
     ValueError
-        An uneven size with ``even_split=True``; no such axis.
+        An uneven size with ``even_split=True``.
+    IndexError
+        No such axis.
     TypeError
-        An array of the other framework, or no array.
+        An array of the other framework.
     """
     k, backend = integer("num_slice", num_slice, 1), get_backend()
-    if not isinstance(data, np.ndarray) and not backend.is_native(data):
-        messages.refuse_foreign(data, backend.name)
-        raise TypeError("data must be an array to split; received "
-                        f"{type(data).__name__}. Pass a native or NumPy "
-                        "array.")
     _check_dense(data)
-    size = _size_along(batch_axis, tuple(data.shape))
+    native, shape = backend.is_native(data), tuple(data.shape)
+    if not native:
+        messages.refuse_foreign(data, backend.name)
     if even_split:
-        _check_even(size, tuple(data.shape), k, batch_axis)
-    cut = backend.ops.slice_axis if backend.is_native(data) else _slice
+        _check_even(shape, k, batch_axis)
+    cut = backend.ops.slice_axis if native else _slice
     return [cut(data, batch_axis, begin, end)
-            for begin, end in shard_bounds(size, k)]
+            for begin, end in shard_bounds(shape[batch_axis], k)]
 
 
-def _size_along(batch_axis: int, shape: tuple[int, ...]) -> int:
-    if not is_integer(batch_axis, -sys.maxsize):
-        raise TypeError("batch_axis is an integer; received "
-                        f"{batch_axis!r}.")
-    if not -len(shape) <= batch_axis < len(shape):
-        raise ValueError(
-            f"data with shape {shape} has no axis {batch_axis} to split "
-            "along; use a batch_axis that it has.")
-    return shape[batch_axis]
-
-
-def _check_even(size: int, shape: tuple[int, ...], k: int,
-                batch_axis: int) -> None:
-    if size % k != 0:
+def _check_even(shape: tuple[int, ...], k: int, batch_axis: int) -> None:
+    if shape[batch_axis] % k != 0:
         raise ValueError(
             f"data with shape {shape} cannot be evenly split into {k} "
             f"slices along axis {batch_axis}. Use a batch size that's "
@@ -192,12 +178,11 @@ def _split_and_load(data: Any, devices: Sequence[Device], batch_axis: int,
     """`split_and_load`, of an array of some shape along ``axis_of(shape)``."""
     k, backend = len(devices), get_backend()
 
-    def check_even(size: int, shape: tuple[int, ...]) -> None:
-        if even_split and weights is None:
-            _check_even(size, shape, k, batch_axis)
+    even = even_split and weights is None
 
     def entries(x: list[Any]) -> list[Any]:
-        check_even(len(x), (len(x),))
+        if even:
+            _check_even((len(x),), k, 0)
         return [x[begin:end] for begin, end in
                 shard_bounds(len(x), k, weights)]
 
@@ -207,8 +192,9 @@ def _split_and_load(data: Any, devices: Sequence[Device], batch_axis: int,
             x = np.asarray(x)
         shape = tuple(x.shape)
         axis = axis_of(shape)
-        size = _size_along(axis, shape)
-        check_even(size, shape)
+        size = shape[axis]
+        if even:
+            _check_even(shape, k, axis)
         cut = backend.ops.slice_axis if backend.is_native(x) else _slice
 
         def place(begin: int, end: int, device: Device) -> Any:
@@ -375,11 +361,6 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
                           for one in y[begin:end]] for device, (begin, end)
                          in zip(devices, shard_bounds(len(y), len(devices),
                                                       weights), strict=True)]
-    if X is not None and y is None and not whole and (m != n or not n):
-        raise TypeError(
-            "without labels a batch is a dict of arrays; received "
-            f"{type(X).__name__}. Pass a dict, such as "
-            "dataclasses.asdict(batch) or batch._asdict().")
     if n != m or len(n) > 1:
         raise ValueError(
             "X and y must have equally many rows; received "
@@ -391,8 +372,8 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
         # Other processes have the rows of this batch.
         return [None] * len(devices), [None] * len(devices)
     if n in ([], [0]):
-        raise ValueError("a batch needs at least one row; received an empty "
-                         "one. Leave it out.")
+        raise ValueError("a batch has arrays of at least one row, in a pair "
+                         "(X, y) or a dict; received none. Leave it out.")
     check_lists(X, y, n[0])
     shards = load(X)
     return shards, shards if whole else load(y)

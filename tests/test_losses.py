@@ -740,20 +740,6 @@ def test_per_example_takes_means_with_their_rounding(engine, dtype):
         squares(engine.put(x, cpu(0)), engine.put(x * 2, cpu(0)))
 
 
-def test_per_example_of_an_output_that_is_no_array_of_rows(backend):
-    pred = backend.put(PRED, cpu(0))
-    label = backend.put(TARGET, cpu(0))
-    mean = mgpu.functional.mean(pred)
-    for output, kind, loss in (
-            ({"loss": mean, "logits": pred}, "dict", lambda o, y: o["loss"]),
-            ((mean, pred), "tuple", lambda o, y: o[0]),
-            *([(mean, type(mean).__name__, lambda o, y: o)]
-              if mean.shape == () else [])):
-        with pytest.raises(TypeError, match=f"received {kind}. Write a loss "
-                           "with a value for each example"):
-            per_example(loss)(output, label)
-
-
 @pytest.mark.parametrize("make", [
     lambda nn: (nn.CrossEntropyLoss(), PRED, CHANNELS),
     lambda nn: (nn.CrossEntropyLoss(label_smoothing=0.1), PRED, CHANNELS),

@@ -134,17 +134,11 @@ def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> list[Any]:
     None for some devices, as what replicas return has for those without
     rows, `fn` is not called for them, and the result is None.
     """
-    lengths = {len(column) for column in per_device}
-    if len(lengths) != 1:
-        raise ValueError("parallel takes lists of one length, with an entry "
-                         "per device; received lengths "
-                         f"{[len(c) for c in per_device]}. Give each list an "
-                         "entry for every device.")
     if isinstance(per_device[0], NoRows):
         return NoRows(per_device[0])
     idle = [x is None for x in per_device[0]]
     calls = [(lambda: None) if none and not all(idle) else partial(fn, *row)
-             for none, row in zip(idle, zip(*per_device))]
+             for none, *row in zip(idle, *per_device, strict=True)]
     before = parts_of_batch.get()
     token = parts_of_batch.set(max(before, idle.count(False)))
     try:

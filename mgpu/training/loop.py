@@ -33,9 +33,9 @@ from mgpu.progress import ProgressBar
 from mgpu.replicas import Replicas
 from mgpu.split import split_batch
 from mgpu.stopping import Stop, Stopped
-from mgpu.trainer import Trainer
+from mgpu.trainer import Trainer, check_pair
 from mgpu.training.history import History
-from mgpu.training.step import Loss, check_all, is_number, train_batches
+from mgpu.training.step import Loss, is_number, train_batches
 
 
 def _named(loss: Loss) -> list[Any]:
@@ -534,7 +534,7 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
         labels are not known); `test_iter` and `evaluate`; a generator, for
         several epochs. Nothing has changed.
     """
-    check_all(replicas, trainer, loss, split_f)
+    check_pair(replicas, trainer)
     if not (evaluate is None or callable(evaluate)):
         raise TypeError("evaluate is a function; received "
                         f"{type(evaluate).__name__}.")

@@ -93,7 +93,7 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         shape, an output without an entry for each row, or a trainer of other
         replicas.
     """
-    check_all(replicas, trainer, loss, split_f)
+    check_pair(replicas, trainer)
     parts = [(X, y)]
     if integer("accumulate", accumulate, 1) > 1:
         parts = _cut(X, y, replicas.span.world, accumulate, batch_axis)
@@ -171,19 +171,6 @@ def train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
         else:
             trainer.step(run(*batches[0]), ignore_stale_grad)
     return losses
-
-
-def check_all(replicas: Any, trainer: Any, loss: Any,
-               split_f: Any = split_batch) -> None:
-    """`check_pair`, and refuse what is not a loss or splits nothing."""
-    check_pair(replicas, trainer)
-    if not callable(split_f):
-        raise TypeError("split_f is a function of (X, y, devices); received "
-                        f"{type(split_f).__name__}. Leave it out.")
-    if not callable(loss):
-        raise TypeError("a loss is called with the outputs and the labels; "
-                        f"received {type(loss).__name__}. Use one of "
-                        "mgpu.losses, or a function of (pred, label).")
 
 
 def _check_labels(X_shards: Sequence[Any], y_shards: Sequence[Any],
