@@ -186,8 +186,8 @@ def count_equal(preds: np.ndarray, labels: np.ndarray) -> int:
     whole."""
     for x in (preds, labels):
         odd = x[(x != np.trunc(x)) | ~np.isfinite(x)] \
-            if x.dtype.kind == "f" else ()
-        if len(odd):
+            if x.dtype.kind == "f" else x[:0]
+        if odd.size:
             raise ValueError(
                 f"class numbers are whole; received {odd[0]}. Check the data,"
                 " and of single scores make class numbers: pred > 0.")

@@ -269,8 +269,8 @@ def test_wrong_arguments_are_refused(backend):
             "[cpu(1), cpu(2)]. Pass as many devices as callables.", [f],
             data(), devices=on(1, 2))
     for source in ([], iter([])):
-        refused(ValueError, "an evaluation needs one example or more; received "
-                "none. Use a data iterator that can be gone through again, "
+        refused(ValueError, "an evaluation needs one example or more; "
+                "received none. Use a data iterator that can be gone through again, "
                 "such as a list.", replicas, source)
 
 

@@ -72,9 +72,10 @@ class BatchSplit:
                  batch_axis: int | Mapping[str, Any], whole: Sequence[str],
                  arrays: Arrays) -> None:
         self._names, self._arrays = list(names), arrays
-        by_name = isinstance(batch_axis, Mapping)
-        self._axis_of: Mapping[str, Any] = batch_axis if by_name else {}
-        self._default = 0 if by_name else batch_axis
+        self._axis_of: Mapping[str, Any] = {}
+        self._default: Any = batch_axis
+        if isinstance(batch_axis, Mapping):
+            self._axis_of, self._default = batch_axis, 0
         self._whole = tuple(whole)
         self._was_split: dict[str, bool] = {}
         self._compared = 0

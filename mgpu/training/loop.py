@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import (Callable, Iterable, Iterator, Mapping,
                              Sequence)
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from operator import length_hint
@@ -140,6 +141,7 @@ def _grouped(batches: Iterable[Any], count: int) -> Iterator[list[Any]]:
         del group       # or it would outlive its step
 
 
+@dataclass
 class Loop:
     """The epochs of a training.
 
@@ -159,72 +161,74 @@ class Loop:
         As in `train_epochs` and `train`.
     """
 
-    def __init__(self, step: Callable[[list[Any]], list[Any]],
-                 train_iter: Iterable[Any], num_epochs: int,
-                 devices: Sequence[Device], stop: Stop, *,
-                 evaluate: Callable[[], float] | None,
-                 weights: Callable[[], dict[str, Any]] | None, progress: bool,
-                 animator: Any, prefetch: int, max_inflight: int,
-                 description: str = "", accumulate: int = 1,
-                 folder: Folder | None = None,
-                 resume: Callable[[], dict[str, Any] | None] | None = None,
-                 calls: Calls | None = None,
-                 event: Callable[..., Event] | None = None) -> None:
-        self._num_epochs = integer("num_epochs", num_epochs, 1)
-        self._inflight = integer("max_inflight", max_inflight, 1)
-        ahead = integer("prefetch", prefetch, 0)
-        self._batches = as_rounds(as_batches("train_iter", train_iter))
-        if ahead:
-            self._batches = prefetching.prefetch(train_iter, ahead,
-                                                 devices=devices)
-        if animator is not None and not hasattr(animator, "add"):
+    step: Callable[[list[Any]], list[Any]]
+    train_iter: Iterable[Any]
+    num_epochs: int
+    devices: Sequence[Device]
+    stop: Stop
+    evaluate: Callable[[], float] | None
+    weights: Callable[[], dict[str, Any]] | None
+    progress: bool
+    animator: Any
+    prefetch: int
+    max_inflight: int
+    description: str = ""
+    accumulate: int = 1
+    folder: Folder | None = None
+    resume: Callable[[], dict[str, Any] | None] | None = None
+    calls: Calls | None = None
+    event: Callable[..., Event] | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_epochs", 1), ("max_inflight", 1),
+                            ("prefetch", 0)):
+            setattr(self, name, integer(name, getattr(self, name), least))
+        as_batches("train_iter", self.train_iter)
+        if self.animator is not None and not hasattr(self.animator, "add"):
             raise TypeError("animator must be an mgpu.plotting.Animator; "
-                            f"received {animator!r}. Pass one, or None.")
-        self._step, self._devices, self._stop = step, list(devices), stop
-        self._evaluate, self._weights = evaluate, weights
-        self._animator, self._accumulate = animator, accumulate
-        self._folder, self._resume = folder, resume
-        self._calls, self._event = calls, event
+                            f"received {self.animator!r}. Pass one, or None.")
+        self._batches = prefetching.prefetch(
+            self.train_iter, self.prefetch, devices=self.devices) \
+            if self.prefetch else as_rounds(self.train_iter)
         self._backend, self._world = get_backend(), distributed.current()
         self._history = History([name for names in self._world.gather(
-            "train", list(map(str, devices))) for name in names])
-        self._bar = (progress, description or "train",
-                     num_epochs * length_hint(train_iter) if progress else 0)
+            "train", list(map(str, self.devices))) for name in names])
         #: losses that are not read: the epoch, the rows, arrays
         self._waiting: deque[tuple[int, int, list[Any]]] = deque()
         self._done = 0                  # whole epochs
         self._sizes: list[int] = []     # rows of the steps of this epoch
         self._joined = 0                # of them, those of all processes
         self._over = False              # a callback has ended it
-        self._begun = calls is None
+        self._begun = self.calls is None
 
     def run(self) -> History:
         """Train to the end."""
         history = self._history
         # The scope is for Ctrl-C, which may come while one inside it ends.
         with self._world.telling(), _carried(history), \
-                self._backend.scope(), self._stop:
-            if self._resume and (found := self._resume()) is not None:
+                self._backend.scope(), self.stop:
+            if self.resume and (found := self.resume()) is not None:
                 self._go_on(found)
-            progress, description, total = self._bar
-            total -= self._accumulate * len(history.loss_per_step)
-            with ProgressBar(progress, description, max(0, total) or None,
-                             "batch") as bar:
+            total = self.num_epochs * length_hint(self.train_iter) \
+                - self.accumulate * len(history.loss_per_step) \
+                if self.progress else 0
+            with ProgressBar(self.progress, self.description or "train",
+                             max(0, total) or None, "batch") as bar:
                 try:
-                    while self._done < self._num_epochs and not self._over:
+                    while self._done < self.num_epochs and not self._over:
                         self._epoch(bar)
                 except _Ended:
                     self._join()
                     self._save()
                 except Stopped:
-                    self._stop.undo()
+                    self.stop.undo()
                     self._save()
-                    raise self._stop.error() from None
+                    raise self.stop.error() from None
             try:
                 self._call("on_end")
-                self._stop.check()
+                self.stop.check()
             except Stopped:     # the last checkpoint is written
-                raise self._stop.error() from None
+                raise self.stop.error() from None
         give_back()
         return history
 
@@ -233,8 +237,8 @@ class Loop:
         self._done, self._sizes = found["epochs"], found["sizes"]
         self._joined = len(self._sizes)
         self._history.take(found["history"])
-        if self._calls is not None:
-            self._over = self._calls.restore(found.get("callbacks", ()),
+        if self.calls is not None:
+            self._over = self.calls.restore(found.get("callbacks", ()),
                                              found["arrays"])
         for epoch in range(self._done):
             self._draw(epoch + 1)
@@ -242,23 +246,23 @@ class Loop:
     def _epoch(self, bar: ProgressBar) -> None:
         """What is left of an epoch."""
         backend, history, sizes = self._backend, self._history, self._sizes
-        folder, used = self._folder, len(sizes)     # by the run before
+        folder, used = self.folder, len(sizes)     # by the run before
         rest = self._batches if folder is None \
-            else folder.rest(self._batches, used * self._accumulate)
-        backend.synchronize(self._devices)
+            else folder.rest(self._batches, used * self.accumulate)
+        backend.synchronize(self.devices)
         first = len(history.loss_per_step) - used
         begin = time.perf_counter()
-        for group in _grouped(map(as_pair, self._stop.taken(rest)),
-                              self._accumulate):
+        for group in _grouped(map(as_pair, self.stop.taken(rest)),
+                              self.accumulate):
             if len(sizes) == used:
-                _refuse_copies(self._world, self._batches, *group[0],
-                               self._done)
+                X, y = group[0]
+                _refuse_copies(self._world, self._batches, X, y, self._done)
             ended = self._queue(group)
             for _ in group:
                 bar.advance()
             if ended:
                 raise _Ended
-            self._stop.check()
+            self.stop.check()
             if folder is not None and folder.every \
                     and (first + len(sizes)) % folder.every == 0:
                 self._save()
@@ -268,21 +272,21 @@ class Loop:
                 f"received none in epoch {self._done + 1}. Use an iterable "
                 "that can be gone through again, such as a list.")
         self._settle(down_to=0)
-        backend.synchronize(self._devices)
+        backend.synchronize(self.devices)
         self._join()
         seconds = time.perf_counter() - begin
         history.seconds.append(seconds)
         history.images_per_second.append(sum(sizes[used:]) / seconds)
         history.train_loss.append(float(np.average(
             history.loss_per_step[first:], weights=sizes)))
-        for name, x in (self._weights() if self._weights else {}).items():
+        for name, x in (self.weights() if self.weights else {}).items():
             if not np.isfinite(backend.to_numpy(x)).all():
                 self._refuse(f"weights {name!r}", "NaN or infinity after "
                              f"epoch {self._done + 1}")
         note = f"loss {history.train_loss[-1]:.3f}"
-        if self._evaluate is not None:
-            with self._stop.at_once():
-                accuracy = float(self._evaluate())
+        if self.evaluate is not None:
+            with self.stop.at_once():
+                accuracy = float(self.evaluate())
             self._world.agree("train: the result of evaluate", {
                 "accuracy": repr(accuracy)},
                 "Let evaluate return a number that all ranks have found "
@@ -295,20 +299,20 @@ class Loop:
         bar.note(note)
         self._over = self._call("on_epoch")
         self._save()
-        self._stop.check()
+        self.stop.check()
 
     def _queue(self, group: list[Any]) -> bool:
         """A step; whether a callback asks for the end."""
-        losses = self._step(group)
+        losses = self.step(group)
         rows = sum(len(loss) for loss in losses if loss is not None)
         self._waiting.append((self._done, rows, losses))
         self._sizes.append(rows)
-        ended = self._calls is not None and self._calls.steps \
+        ended = self.calls is not None and self.calls.steps \
             and self._call("on_step", losses)
         del losses      # or they would outlive their settlement
-        self._settle(down_to=self._inflight - 1)
-        if self._inflight == 1:
-            self._backend.synchronize(self._devices)
+        self._settle(down_to=self.max_inflight - 1)
+        if self.max_inflight == 1:
+            self._backend.synchronize(self.devices)
         return ended
 
     def _settle(self, down_to: int) -> None:
@@ -326,7 +330,7 @@ class Loop:
     def _refuse(self, what: str, received: str) -> None:
         raise NonFiniteLoss(
             f"the {what} must be finite; received {received} on "
-            f"{self._devices}. Lower the learning rate, clip the gradients, "
+            f"{self.devices}. Lower the learning rate, clip the gradients, "
             "or look for bad data.")
 
     def _join(self) -> None:
@@ -340,33 +344,33 @@ class Loop:
 
     def _begin_calls(self) -> None:
         """No batch has been refused: the callbacks begin too."""
-        if not self._begun and self._calls is not None:
+        if not self._begun and self.calls is not None:
             self._begun = True
-            self._calls.begin()
+            self.calls.begin()
 
     def _save(self) -> None:
         self._begin_calls()
-        if self._folder is not None and (self._folder.midway
+        if self.folder is not None and (self.folder.midway
                                          or not self._sizes):
             self._join()
-            self._folder.save(self._done, self._history.of_epochs(self._done),
+            self.folder.save(self._done, self._history.of_epochs(self._done),
                               self._sizes,
-                              self._calls.state() if self._calls else None)
+                              self.calls.state() if self.calls else None)
 
     def _call(self, hook: str, losses: Any = None) -> bool:
         """Call the callbacks; returns whether they ask for the end."""
-        if self._calls is None or self._event is None:
+        if self.calls is None or self.event is None:
             return False
         self._begin_calls()
-        return self._calls.call(hook, self._event(
+        return self.calls.call(hook, self.event(
             self._history, self._done + (losses is not None),
-            self._num_epochs,
+            self.num_epochs,
             len(self._history.loss_per_step) + len(self._waiting), losses))
 
     def _draw(self, epoch: int) -> None:
-        if self._animator is not None:
+        if self.animator is not None:
             accuracies = self._history.test_acc
-            self._animator.add(epoch, [
+            self.animator.add(epoch, [
                 self._history.train_loss[epoch - 1],
                 accuracies[epoch - 1] if accuracies else None])
 
