@@ -270,8 +270,8 @@ def test_wrong_arguments_are_refused(backend):
             data(), devices=on(1, 2))
     for source in ([], iter([])):
         refused(ValueError, "an evaluation needs one example or more; "
-                "received none. Use a data iterator that can be gone through again, "
-                "such as a list.", replicas, source)
+                "received none. Use a data iterator that can be gone through "
+                "again, such as a list.", replicas, source)
 
 
 def test_a_network_of_two_outputs_is_named(engine, devices):
