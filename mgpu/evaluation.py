@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from mgpu import distributed, metrics
 from mgpu.arguments import batches as as_batches
 from mgpu.arguments import integer
@@ -56,44 +54,22 @@ def accuracy(y_hat: Any, y: Any) -> int:
                 "accuracy compares scores (n, classes) or class numbers (n,) "
                 f"with class numbers (n,); received shapes {shapes[0]} and "
                 f"{shapes[1]}. Cut or reshape them.")
-    wrong = _parts(y)
-    if len(wrong):
-        raise ValueError("accuracy compares with class numbers, which are "
-                         f"whole; received {wrong[0]}. Check the data.")
-    wrong = _parts(y_hat)
-    if len(wrong):
-        raise ValueError(
-            "accuracy compares scores (n, classes) or class numbers (n,), "
-            f"which are whole; received {wrong[0]} in an output of shape "
-            f"{shapes[0]}. Of a single score make class numbers, accuracy("
-            "y_hat > 0, y), of a network's too: evaluate_accuracy_gpus("
-            "[lambda x, run=run: run(x) > 0 for run in replicas], data, "
-            "devices=replicas.devices); or give the network two outputs.")
-    return int((y_hat.reshape(-1) == y.reshape(-1)).sum())
-
-
-def _parts(x: np.ndarray) -> np.ndarray:
-    """The entries that are no whole numbers."""
-    return x[x != np.trunc(x)] if x.dtype.kind == "f" else x[:0]
+    return metrics.count_equal(y_hat, y)
 
 
 def check_scores(output: Any) -> None:
     """Refuse what a network in training gives, if `accuracy` would refuse it
     in the end. A tuple may be one array in prediction."""
-    if isinstance(output, Mapping) or dataclasses.is_dataclass(output):
-        raise TypeError(
-            "the accuracy on test_iter is that of one array of scores; "
-            f"received an output that is a {type(output).__name__}. Pass "
-            "test_iter=None, and your own measure as evaluate=.")
-    if get_backend().is_native(output) and (
-            len(output.shape) != 2 or output.shape[1] < 2):
+    shape = tuple(output.shape) if get_backend().is_native(output) else None
+    if isinstance(output, Mapping) or dataclasses.is_dataclass(output) \
+            or shape is not None and (len(shape) != 2 or shape[1] < 2):
         raise ValueError(
-            "the accuracy on test_iter is that of scores (n, classes); "
-            f"received an output of shape {tuple(output.shape)}. Pass "
-            "test_iter=None, and a measure of your own, if you like, as "
-            "evaluate=: lambda: mgpu.evaluate_accuracy_gpus([lambda x, "
-            "run=run: run(x) > 0 for run in replicas], test_iter, devices="
-            "replicas.devices) is the accuracy of a single score.")
+            "the accuracy on test_iter is that of one array of scores (n, "
+            f"classes); received an output of shape {shape}, a "
+            f"{type(output).__name__}. Pass test_iter=None, and a measure of "
+            "your own as evaluate=: lambda: mgpu.evaluate_accuracy_gpus([lamb"
+            "da x, run=run: run(x) > 0 for run in replicas], test_iter, "
+            "devices=replicas.devices) is the accuracy of a single score.")
 
 
 def evaluate_accuracy_gpu(net: Any, data_iter: DataIter,
@@ -158,44 +134,62 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
         raise ValueError("device= names one device and devices= all; "
                          f"received {device!r} and {devices!r}. Give one of "
                          "them.")
-    name = net.backend.name if isinstance(net, Replicas) \
-        else get_backend().name
-    with using_backend(name) as backend:
+    def count(outputs: list[Any], labels: list[Any], _: Any) -> int:
+        # Of all devices, also where one fails: MXNet raises what nobody has
+        # waited for in a later call.
+        return sum(get_backend().parallel([
+            partial(_correct, *pair) for pair in zip(outputs, labels)]))
+    with using_backend(net.backend.name if isinstance(net, Replicas)
+                       else get_backend().name):
         places = _devices_of(net, devices) if device is None \
             else as_devices([device])
-        world = distributed.current()
-        correct = total = 0
-        with world.guard(), backend.scope(recording=False, training=False):
-            predict = _predict(net, places)
-            place = place_of(data_iter) if world.size > 1 else None
-            for X, y in map(as_pair, as_rounds(data_iter)):
-                X_shards, y_shards = shards_of(X, y, places, split_f)
-                if isinstance(X, Mapping):
-                    X_shards, y_shards = _chosen(net, X, y, X_shards,
-                                                 y_shards)
-                outputs = predict(X_shards)
-                # Of all devices, also where one fails: MXNet raises what
-                # nobody has waited for in a later call.
-                correct += sum(backend.parallel([
-                    partial(_correct, *pair)
-                    for pair in zip(outputs, y_shards)]))
-                total += sum(rows_of(labels) or 0 for output, labels in zip(
-                    outputs, y_shards) if output is not None)
-        # of all processes: each has its rows of the data
-        told = world.gather("evaluate_accuracy_gpus", [
-            correct, total, place,
-            net.digest() if isinstance(net, Replicas) else None])
-        world.batch_taken()     # one that a loop was left with
-        world.check_orders([place for *_, place, _ in told],
-                           "evaluate on one order of batches")
-        if isinstance(net, Replicas):
-            net.check_digests([digest for *_, digest in told])
-        correct, total = (sum(one[i] for one in told) for i in range(2))
-    if not total:
-        raise ValueError("an accuracy needs one example or more; received "
+        return _mean("evaluate_accuracy_gpus", net, data_iter, places,
+                     split_f, 0, count)
+
+
+def _mean(name: str, net: Any, data: DataIter, places: list[Device],
+          split_f: Callable, batch_axis: int, count: Callable[..., int],
+          loss: Callable[[Any, Any], Any] | None = None) -> float:
+    """Call ``count(outputs, labels, loss)`` for each batch, in prediction
+    mode. Returns the sum of what it returns over all processes, divided by
+    the number of examples."""
+    total = rows = 0
+    backend, world = get_backend(), distributed.current()
+    own = net if isinstance(net, Replicas) else None
+    with world.guard(), backend.scope(recording=False, training=False):
+        predict = _predict(net, places)
+        place = place_of(data) if world.size > 1 else None
+        for X, y in map(as_pair, as_rounds(data)):
+            X_shards, y_shards, judge = split_inputs(
+                X, y, places, split_f, batch_axis,
+                partial(_parameters, net), loss)
+            outputs = predict(X_shards)
+            total += count(outputs, y_shards, judge)
+            rows += sum(rows_of(labels, batch_axis) or 0
+                        for output, labels in zip(outputs, y_shards)
+                        if output is not None)
+    # of all processes: each has its rows of the data
+    told = world.gather(name, [total, rows, place, None if own is None
+                               else own.digest()])
+    world.batch_taken()     # one that a loop was left with
+    world.check_orders([place for *_, place, _ in told],
+                       "evaluate on one order of batches")
+    if own is not None:
+        own.check_digests([digest for *_, digest in told])
+    total, rows = (sum(one[i] for one in told) for i in range(2))
+    if not rows:
+        raise ValueError("an evaluation needs one example or more; received "
                          "none. Use a data iterator that can be gone through "
                          "again, such as a list.")
-    return correct / total
+    return total / rows
+
+
+def _parameters(net: Any) -> Any:
+    """Those of forward; of functions, which take a dict whole, none."""
+    if isinstance(net, (list, tuple)):
+        return ()
+    return (net.network if isinstance(net, Replicas)
+            else get_backend().network(net)).inputs()
 
 
 def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
@@ -250,55 +244,24 @@ def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
                if loss is None and metric.of_outputs is False
                else f"and loss={'None' if loss is None else '...'}. "
                "Evaluate each kind by itself."))
-    if not callable(split_f) or not (loss is None or callable(loss)):
-        raise TypeError(
-            "split_f and loss are functions; received "
-            f"{type(split_f).__name__} and {type(loss).__name__}. Leave "
-            "split_f out, and pass a loss of mgpu.losses.")
     data = as_batches("data", data)
     batch_axis = integer("batch_axis", batch_axis, 0)
     metric.reset()
-    rows = 0
-    with using_backend(replicas.backend.name) as backend:
-        places = replicas.devices if device is None else as_devices([device])
-        world = distributed.current()
-        with world.guard(), backend.scope(recording=False, training=False):
-            predict = _predict(replicas, places)
-            place = place_of(data) if world.size > 1 else None
-            for X, y in map(as_pair, as_rounds(data)):
-                X_shards, y_shards = shards_of(X, y, places, split_f,
-                                               batch_axis)
-                judge = loss
-                if loss is not None and is_whole(X, y):
-                    choice = choose(X, replicas.network.inputs())
-                    X_shards = list(map(choice.take, y_shards))
-                    judge = choice.told(loss)
-                elif isinstance(X, Mapping):
-                    X_shards, y_shards = _chosen(replicas, X, y, X_shards,
-                                                 y_shards)
-                outputs = predict(X_shards)
-                rows += sum(rows_of(labels, batch_axis) or 0
-                            for output, labels in zip(outputs, y_shards)
-                            if output is not None)
-                if judge is not None:
-                    outputs = backend.parallel([
-                        partial(_loss, judge, batch_axis, *pair)
-                        for pair in zip(outputs, y_shards)])
-                else:
-                    for output in outputs:
-                        _check_single(output, "a metric", "update it with "
-                                      "what replicas(shards) returns.")
-                metric.update(y_shards, outputs)
-        told = world.gather("evaluate", [rows, place, replicas.digest()])
-        world.batch_taken()     # one that a loop was left with
-        world.check_orders([place for _, place, _ in told],
-                           "evaluate on one order of batches")
-        replicas.check_digests([digest for *_, digest in told])
-        if not sum(count for count, *_ in told):
-            raise ValueError(
-                "a metric needs one example or more; received none. Use a "
-                "data iterator that can be gone through again, such as a "
-                "list.")
+
+    def count(outputs: list[Any], labels: list[Any], judge: Any) -> int:
+        if judge is not None:
+            outputs = get_backend().parallel([
+                partial(_loss, judge, batch_axis, *pair)
+                for pair in zip(outputs, labels)])
+        else:
+            for output in outputs:
+                _check_single(output, "a metric", "update it with what "
+                              "replicas(shards) returns.")
+        metric.update(labels, outputs)
+        return 0
+    with using_backend(replicas.backend.name):
+        _mean("evaluate", replicas, data, replicas.devices if device is None
+              else as_devices([device]), split_f, batch_axis, count, loss)
         return metric.get()
 
 
@@ -309,39 +272,42 @@ def _loss(loss: Callable[[Any, Any], Any], batch_axis: int, output: Any,
         batch_axis=batch_axis, arrays=[output, labels])
 
 
-def shards_of(X: Any, y: Any, devices: Sequence[Device], split_f: Callable,
-              batch_axis: int = 0) -> tuple[list[Any], list[Any]]:
-    """What `split_f` gives; None for each device where this process has no
-    rows of a batch that other processes have."""
+def split_inputs(X: Any, y: Any, devices: Sequence[Device], split_f: Callable,
+                 batch_axis: int, parameters: Callable[[], Any],
+                 loss: Callable[[Any, Any], Any] | None = None
+                 ) -> tuple[list[Any], list[Any], Any]:
+    """The inputs and the labels of each device, as `split_f` gives them, and
+    the loss for them; None for each where this process has no rows of a batch
+    that other processes have. Of a dict the network gets the entries that its
+    `parameters` name, and the loss the whole dict, or (without a loss) its
+    entry of labels counts."""
+    whole = is_whole(X, y)
     if distributed.current().size > 1 and is_empty(as_inputs(X)) \
             and (y is None or is_empty(y)):
-        return [None] * len(devices), [None] * len(devices)
-    if split_f is split_batch:
-        split_f = partial(split_batch, batch_axis=batch_axis)
-    shards = split_f(X, y, devices)
-    if not isinstance(shards, (tuple, list)) or len(shards) != 2:
-        raise TypeError(
-            "split_f(X, y, devices) returns two lists, the shards of X and "
-            f"those of y; received {type(shards).__name__}. Use "
-            "mgpu.split_batch, or return (X_shards, y_shards).")
-    X_shards, y_shards = shards
-    return X_shards, X_shards if is_whole(X, y) else y_shards
-
-
-def _chosen(net: Any, X: Mapping[str, Any], y: Any, X_shards: list[Any],
-            y_shards: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Inputs and labels, where `X` is a dict. Functions take it whole."""
-    parameters: Any = () if isinstance(net, (list, tuple)) else (
-        net.network if isinstance(net, Replicas)
-        else get_backend().network(net)).inputs()
-    if not is_whole(X, y):
-        return [shard if shard is None else inputs_for(
-            shard, lambda: parameters) for shard in X_shards], y_shards
-    label = labels_of(X)
-    choice = choose(X, parameters)
-    choice.check([label], "the accuracy")
-    return list(map(choice.take, X_shards)), [
-        shard if shard is None else shard[label] for shard in X_shards]
+        X_shards, y_shards = [None] * len(devices), [None] * len(devices)
+    else:
+        if split_f is split_batch:
+            split_f = partial(split_batch, batch_axis=batch_axis)
+        shards = split_f(X, y, devices)
+        if not isinstance(shards, (tuple, list)) or len(shards) != 2:
+            raise TypeError(
+                "split_f(X, y, devices) returns two lists, the shards of X "
+                f"and those of y; received {type(shards).__name__}. Use "
+                "mgpu.split_batch, or return (X_shards, y_shards).")
+        X_shards, y_shards = shards
+    if whole:
+        choice, label = choose(X, parameters()), None
+        if loss is None:
+            label = labels_of(X)
+            choice.check([label], "the accuracy")
+        y_shards = [shard if label is None or shard is None else shard[label]
+                    for shard in X_shards]
+        X_shards = list(map(choice.take, X_shards))
+        loss = loss and choice.told(loss)
+    elif loss is None and isinstance(X, Mapping):
+        X_shards = [shard if shard is None else inputs_for(shard, parameters)
+                    for shard in X_shards]
+    return X_shards, y_shards, loss
 
 
 def check_place(replicas: Replicas, device: Any) -> None:

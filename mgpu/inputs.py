@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu.backends.base import Kwargs
-from mgpu.nested import as_inputs, as_pair, pair_of, unpadded
+from mgpu.nested import as_inputs, as_pair, unpadded
 
 Parameters = Sequence[inspect.Parameter]
 
@@ -20,18 +20,8 @@ def inputs_for(shard: Any, parameters: Callable[[], Parameters]
                ) -> tuple[Any, ...]:
     """`as_inputs`, for a network whose forward has `parameters`: a dict is
     `Kwargs` where these take names only.
-
-    Raises
-    ------
-    TypeError
-        `Kwargs` in another place than the last.
     """
     inputs = as_inputs(shard)
-    if any(isinstance(x, Kwargs) for x in inputs[:-1]):
-        raise TypeError(
-            "inputs by name come last, once; received mgpu.Kwargs before "
-            f"another input, of {len(inputs)}. Put all names into one "
-            "mgpu.Kwargs, after the inputs without names.")
     if len(inputs) == 1 and isinstance(inputs[0], Mapping) \
             and not isinstance(inputs[0], Kwargs):
         known = parameters()
@@ -131,49 +121,27 @@ def choose(batch: Mapping[Any, Any], parameters: Parameters) -> Choice:
 
 
 class _Watched(dict[Any, Any]):
-    """A dict that knows which of its entries have been read."""
+    """A dict that adds the keys of the entries that are read to `read`."""
 
     def __init__(self, entries: Mapping[Any, Any], read: set[Any]) -> None:
         super().__init__(entries)
-        self._read = read
+        self.read = read
 
-    def __getitem__(self, key: Any) -> Any:
-        self._read.add(key)
-        return super().__getitem__(key)
 
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self[key] if key in self else default
+def _watch(name: str, one: bool) -> Callable[..., Any]:
+    """A method of dict that reads one entry, or all."""
+    method = getattr(dict, name)
 
-    def pop(self, key: Any, *default: Any) -> Any:
-        self._read.add(key)
-        return super().pop(key, *default)
+    def watched(self: _Watched, *args: Any) -> Any:
+        self.read.update(args[:1] if one else dict.keys(self))
+        return method(self, *args)
+    return watched
 
-    def _all(self) -> None:
-        self._read.update(dict.keys(self))
 
-    def __iter__(self) -> Any:
-        self._all()
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        self._all()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._all()
-        return super().values()
-
-    def items(self) -> Any:
-        self._all()
-        return super().items()
-
-    def copy(self) -> Any:
-        self._all()
-        return super().copy()
-
-    def __or__(self, other: Any) -> Any:
-        self._all()
-        return super().__or__(other)
+for _name in ("__getitem__", "get", "pop"):
+    setattr(_Watched, _name, _watch(_name, one=True))
+for _name in ("__iter__", "keys", "values", "items", "copy", "__or__"):
+    setattr(_Watched, _name, _watch(_name, one=False))
 
 
 def watched(batch: Any, read: set[Any]) -> Any:
@@ -206,7 +174,8 @@ def labels_of(batch: Mapping[str, Any]) -> str:
 class Rounds:
     """A data iterator of MXNet's kind as an iterable of pairs, (X, y), that
     can be gone through again: each ``iter()`` resets it. Rows that fill up
-    the last batch (``batch.pad``) are left out.
+    the last batch (``batch.pad``) are left out, but for those of the epoch
+    before ("roll_over").
 
     ValueError for examples on another axis than the first, and for an
     iterator of MXNet's library."""
@@ -215,30 +184,21 @@ class Rounds:
         self.data = data
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        self._begin()
-        return self._pairs()
+        filled = self._begin()
+        return (as_pair(batch, filled) for batch in self.data)
 
     def inputs(self) -> Iterator[Any]:
         """X of each batch, which may have no labels."""
-        self._begin()
-        rolls = self._rolls()
-        for batch in self.data:
-            yield unpadded(batch.data, 0 if rolls else batch.pad)
+        filled = self._begin()
+        return (unpadded(batch.data, batch.pad if filled else 0)
+                for batch in self.data)
 
-    def _begin(self) -> None:
+    def _begin(self) -> bool:
+        """Reset the iterator; whether rows in `pad` are filling."""
         _check(self.data)
         self.data.reset()
-
-    def _rolls(self) -> bool:
-        """Whether rows in `pad` are of the epoch before, and no filling."""
-        return any(getattr(one, "last_batch_handle", None) == "roll_over"
+        return all(getattr(one, "last_batch_handle", None) != "roll_over"
                    for one in _inner(self.data))
-
-    def _pairs(self) -> Iterator[tuple[Any, Any]]:
-        rolls = self._rolls()
-        for batch in self.data:
-            yield pair_of(batch, 0) if rolls and hasattr(batch, "pad") \
-                else as_pair(batch)
 
 
 def as_rounds(data: Any) -> Any:

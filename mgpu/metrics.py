@@ -7,16 +7,15 @@ nor on how batches were cut, nor on the processes: `EvalMetric.get` is over
 all of them. The values are those of MXNet 1.9.1, but for what it rounds to
 float32 and what it counts in silence: labels that are no classes.
 """
-import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from mgpu import distributed
-from mgpu.arguments import Hints, integer
+from mgpu.arguments import integer, one_of
 from mgpu.backends import get_backend, messages
 from mgpu.nested import shards_of
 
@@ -33,7 +32,7 @@ def _exact(values: Iterable[float]) -> list[float]:
     return parts
 
 
-class EvalMetric(Hints):
+class EvalMetric:
     """A measure that goes on over batches.
 
     Attributes
@@ -41,14 +40,10 @@ class EvalMetric(Hints):
     name : str
     """
 
-    _hints: ClassVar = {
-        **dict.fromkeys(("get_global", "get_global_name_value"),
-                        "get; a second metric, for sums over two spans"),
-        "reset_local": "reset", "compute": "get",
-        "update_dict": "update(labels, preds), with the arrays of the dicts",
-        **dict.fromkeys(("sum_metric", "num_inst"), "get")}
     #: of an output of the network; else of losses, or (None) of both
     of_outputs: bool | None = True
+    #: the value after batches that had nothing to count
+    _of_nothing = float("nan")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -59,7 +54,7 @@ class EvalMetric(Hints):
 
     def reset(self) -> None:
         """Forget all batches."""
-        self._count = 0
+        self._batches = self._count = 0
         self._sums: list[float] = []
         self._odd = 0.0             # of what is not finite
 
@@ -94,6 +89,7 @@ class EvalMetric(Hints):
         raise NotImplementedError
 
     def _add(self, found: Sequence[tuple[int, Sequence[float]]]) -> None:
+        self._batches += len(found)
         for count, values in found:
             every = np.asarray(values, np.float64)
             finite = np.isfinite(every)
@@ -101,19 +97,17 @@ class EvalMetric(Hints):
             self._sums = _exact([*self._sums, *every[finite].tolist()])
             self._count += count
 
-    def _total(self) -> tuple[int, float]:
-        """The count and the sum of all processes, which meet here."""
-        told = distributed.current().gather(f"the metric {self.name}", [
-            self._count, self._sums, repr(self._odd)])
-        odd = sum(float(own) for *_, own in told)
-        total = math.fsum(x for _, sums, _ in told for x in sums)
-        return sum(count for count, *_ in told), total + odd
-
     def get(self) -> tuple[Any, Any]:
         """The name and the value so far; NaN before a batch. With several
         processes: of all, each of which calls it."""
-        count, total = self._total()
-        return self.name, total / count if count else float("nan")
+        told = distributed.current().gather(f"the metric {self.name}", [
+            self._batches, self._count, self._sums, repr(self._odd)])
+        batches, count = (sum(own[i] for own in told) for i in range(2))
+        total = math.fsum(x for *_, sums, _ in told for x in sums) \
+            + sum(float(odd) for *_, odd in told)
+        if count:
+            return self.name, total / count
+        return self.name, self._of_nothing if batches else float("nan")
 
     def get_name_value(self) -> list[tuple[str, float]]:
         """``[(name, value)]``, as `get`."""
@@ -159,11 +153,9 @@ def _pairs(labels: Any, preds: Any) -> list[tuple[Any, Any]]:
         alone = y if x is None else x if y is None else None
         if alone is not None and 0 not in np.shape(alone):
             raise ValueError(
-                "a device has labels where it has predictions; received "
-                + ("no labels for predictions" if y is None
-                   else "None for labels")
-                + f" of shape {tuple(np.shape(alone))}. Pass what the network "
-                "and split_batch gave.")
+                "a device has labels where it has predictions; received one "
+                f"of them alone, of shape {tuple(np.shape(alone))}. Pass "
+                "what the network and split_batch gave.")
     return [(y, x) for y, x in zip(labels, preds)
             if x is not None and y is not None]
 
@@ -187,6 +179,19 @@ def _check_rows(labels: np.ndarray, preds: np.ndarray, rows: int) -> None:
             "there is a label for each row of scores; received labels of "
             f"shape {labels.shape} and scores of shape {preds.shape}. Cut or "
             "reshape them.")
+
+
+def count_equal(preds: np.ndarray, labels: np.ndarray) -> int:
+    """How many class numbers are equal. ValueError where one of them is not
+    whole."""
+    for x in (preds, labels):
+        odd = x[(x != np.trunc(x)) | ~np.isfinite(x)] \
+            if x.dtype.kind == "f" else x[:0]
+        if odd.size:
+            raise ValueError(
+                f"class numbers are whole; received {odd[0]}. Check the data,"
+                " and of single scores make class numbers: pred > 0.")
+    return int((preds.reshape(-1) == labels.reshape(-1)).sum())
 
 
 class Accuracy(EvalMetric):
@@ -220,13 +225,7 @@ class Accuracy(EvalMetric):
             preds = preds.argmax(axis=self._axis)
             _check_rows(labels, preds, preds.size)
             _classes(labels, classes)
-        for x in (labels, preds):
-            odd = (x != np.trunc(x)) | ~np.isfinite(x)
-            if odd.any():
-                raise ValueError("class numbers are whole; received "
-                                 f"{x[odd][0]}. Check the data.")
-        return preds.size, [float((preds.reshape(-1)
-                                   == labels.reshape(-1)).sum())]
+        return preds.size, [count_equal(preds, labels)]
 
 
 class TopKAccuracy(EvalMetric):
@@ -237,15 +236,12 @@ class TopKAccuracy(EvalMetric):
     Parameters
     ----------
     top_k : int
-        2 or more; else use `Accuracy`.
     name : str
         Gets ``_k`` at its end, as MXNet's.
     """
 
     def __init__(self, top_k: int = 1, name: str = "top_k_accuracy") -> None:
         self._k = integer("top_k", top_k, 1)
-        if top_k == 1:
-            raise ValueError("top_k is 2 or more; received 1. Use Accuracy.")
         super().__init__(f"{name}_{self._k}")
 
     def _of(self, labels: np.ndarray, preds: np.ndarray
@@ -268,7 +264,8 @@ TopK = TopKAccuracy
 
 
 class F1(EvalMetric):
-    """The F1 score of two classes, of all rows together.
+    """The F1 score of two classes, of all rows together; 0 without a
+    positive one.
 
     Parameters
     ----------
@@ -277,6 +274,8 @@ class F1(EvalMetric):
         MXNet's default, "macro", is a mean over batches of another score: it
         depends on how data are cut into batches, and is refused.
     """
+
+    _of_nothing = 0.0
 
     def __init__(self, name: str = "f1", average: str = "macro") -> None:
         if average != "micro":
@@ -287,41 +286,15 @@ class F1(EvalMetric):
                 "average='micro'.")
         super().__init__(name)
 
-    def reset(self) -> None:
-        super().reset()
-        self._counts = np.zeros(3, np.int64)    # true +, false +, false -
-
-    def read(self, labels: Any, preds: Any) -> Callable[[], None]:
-        found, rows = [], 0
-        for y, x in _pairs(labels, preds):
-            y, x = on_host(y), on_host(x)
-            if x.ndim != 2 or x.shape[1] != 2:
-                raise ValueError("an F1 score is that of scores (n, 2); "
-                                 f"received shape {x.shape}. Give two "
-                                 "classes.")
-            _check_rows(y, x, len(x))
-            y, x = _classes(y, 2) == 1, x.argmax(axis=1) == 1
-            found.append([(x & y).sum(), (x & ~y).sum(), (~x & y).sum()])
-            rows += len(x)
-
-        def count() -> None:
-            self._count += rows
-            for counts in found:
-                self._counts += counts
-        return count
-
-    def get(self) -> tuple[Any, Any]:
-        told = distributed.current().gather(f"the metric {self.name}", [
-            self._count, self._counts.tolist()])
-        rows = sum(n for n, _ in told)
-        true, wrong, missed = (sum(own[i] for _, own in told)
-                               for i in range(3))
-        if not rows:
-            return self.name, float("nan")
-        precision = true / (true + wrong) if true + wrong else 0.0
-        recall = true / (true + missed) if true + missed else 0.0
-        return self.name, 2 * precision * recall / (precision + recall) \
-            if precision + recall else 0.0
+    def _of(self, labels: np.ndarray, preds: np.ndarray
+            ) -> tuple[int, Sequence[float]]:
+        if preds.ndim != 2 or preds.shape[1] != 2:
+            raise ValueError("an F1 score is that of scores (n, 2); received "
+                             f"shape {preds.shape}. Give two classes.")
+        _check_rows(labels, preds, len(preds))
+        y, x = _classes(labels, 2) == 1, preds.argmax(axis=1) == 1
+        # 2 p r / (p + r) of precision and recall, in whole numbers
+        return int(y.sum() + x.sum()), [2 * int((x & y).sum())]
 
 
 class Perplexity(EvalMetric):
@@ -349,9 +322,6 @@ class Perplexity(EvalMetric):
 
     def _of(self, labels: np.ndarray, preds: np.ndarray
             ) -> tuple[int, Sequence[float]]:
-        if not preds.ndim:
-            raise ValueError("probabilities have an axis of classes; "
-                             "received a number. Pass (n, classes).")
         _check_rows(labels, preds, preds.size // preds.shape[-1])
         y = _classes(labels, preds.shape[-1], self._ignored)
         counted = np.ones(len(y), bool) if self._ignored is None \
@@ -437,33 +407,19 @@ def create(metric: Any, **options: Any) -> EvalMetric:
     Raises
     ------
     ValueError
-        Another name; options of a metric that is there.
+        Another name.
     TypeError
-        A function, or what else names none; options that it does not have.
+        A function, or what else names none; options that it does not have,
+        or for a metric that has its own.
     """
-    if isinstance(metric, EvalMetric) and not options:
-        return metric
     if isinstance(metric, (list, tuple)):
         return CompositeEvalMetric([create(one, **options) for one in metric])
     if isinstance(metric, str):
-        if metric.lower() not in _NAMES:
-            raise ValueError(
-                f"unknown metric; received {metric!r}. Use one of "
-                f"{', '.join(sorted(_NAMES))}, or compute it from "
-                "Replicas.predict.")
-        make = _NAMES[metric.lower()]
-        try:
-            inspect.signature(make).bind(**options)
-        except TypeError as error:
-            raise TypeError(
-                f"{make.__name__}{inspect.signature(make)} is what {metric!r} "
-                f"takes; received {sorted(options) or 'no options'}: {error}."
-                ) from None
-        return make(**options)
-    if isinstance(metric, EvalMetric):
-        raise ValueError("a metric that is there has its options; received "
-                         f"{sorted(options)}. Give them where it is made.")
+        return _NAMES[one_of("metric", metric.lower(), sorted(_NAMES))](
+            **options)
+    if isinstance(metric, EvalMetric) and not options:
+        return metric
     raise TypeError(
-        "a metric is one of mgpu.metrics, a name, or a list of them; "
-        f"received {type(metric).__name__}. Compute others from "
-        "Replicas.predict.")
+        "a metric is one of mgpu.metrics (with its options), a name, or a "
+        f"list of them; received {type(metric).__name__}. Compute others "
+        "from Replicas.predict.")

@@ -136,12 +136,7 @@ def _columns(parts: Sequence[Any]) -> list[list[np.ndarray]]:
     for part in parts:
         every.append([])
         map_leaves(every[-1].append, part)
-    if len({len(own) for own in every}) != 1:
-        raise ValueError(
-            "all batches have outputs of one structure; received "
-            f"{sorted({len(own) for own in every})} arrays. Predict them "
-            "one by one.")
-    return [list(own) for own in zip(*every)]
+    return [list(own) for own in zip(*every, strict=True)]
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -1,8 +1,5 @@
 """Cutting a batch into shards, one per device."""
-import copy
-import sys
-from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -93,39 +90,26 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0,
     Raises
     ------
     ValueError
-        An uneven size with ``even_split=True``; no such axis.
+        An uneven size with ``even_split=True``.
+    IndexError
+        No such axis.
     TypeError
-        An array of the other framework, or no array.
+        An array of the other framework.
     """
     k, backend = integer("num_slice", num_slice, 1), get_backend()
-    if not isinstance(data, np.ndarray) and not backend.is_native(data):
-        messages.refuse_foreign(data, backend.name)
-        raise TypeError("data must be an array to split; received "
-                        f"{type(data).__name__}. Pass a native or NumPy "
-                        "array.")
     _check_dense(data)
-    size = _size_along(batch_axis, tuple(data.shape))
+    native, shape = backend.is_native(data), tuple(data.shape)
+    if not native:
+        messages.refuse_foreign(data, backend.name)
     if even_split:
-        _check_even(size, tuple(data.shape), k, batch_axis)
-    cut = backend.ops.slice_axis if backend.is_native(data) else _slice
+        _check_even(shape, k, batch_axis)
+    cut = backend.ops.slice_axis if native else _slice
     return [cut(data, batch_axis, begin, end)
-            for begin, end in shard_bounds(size, k)]
+            for begin, end in shard_bounds(shape[batch_axis], k)]
 
 
-def _size_along(batch_axis: int, shape: tuple[int, ...]) -> int:
-    if not is_integer(batch_axis, -sys.maxsize):
-        raise TypeError("batch_axis is an integer; received "
-                        f"{batch_axis!r}.")
-    if not -len(shape) <= batch_axis < len(shape):
-        raise ValueError(
-            f"data with shape {shape} has no axis {batch_axis} to split "
-            "along; use a batch_axis that it has.")
-    return shape[batch_axis]
-
-
-def _check_even(size: int, shape: tuple[int, ...], k: int,
-                batch_axis: int) -> None:
-    if size % k != 0:
+def _check_even(shape: tuple[int, ...], k: int, batch_axis: int) -> None:
+    if shape[batch_axis] % k != 0:
         raise ValueError(
             f"data with shape {shape} cannot be evenly split into {k} "
             f"slices along axis {batch_axis}. Use a batch size that's "
@@ -172,10 +156,10 @@ def split_and_load(data: Any, devices: Any = None, batch_axis: int = 0,
     ------
     ValueError
         An uneven batch with ``even_split=True``; wrong weights; a tuple
-        without arrays that has as many entries as the batch has rows.
+        without arrays, or another object, that has as many entries, or
+        arrays of as many rows, as the batch has rows.
     TypeError
-        An array of the other framework, or no array at all; another object
-        that holds arrays of as many rows.
+        An array of the other framework, or no array at all.
     """
     devices = as_devices(one_given(devices=devices, ctx_list=ctx_list))
     _check_dense(data)
@@ -194,12 +178,11 @@ def _split_and_load(data: Any, devices: Sequence[Device], batch_axis: int,
     """`split_and_load`, of an array of some shape along ``axis_of(shape)``."""
     k, backend = len(devices), get_backend()
 
-    def check_even(size: int, shape: tuple[int, ...]) -> None:
-        if even_split and weights is None:
-            _check_even(size, shape, k, batch_axis)
+    even = even_split and weights is None
 
     def entries(x: list[Any]) -> list[Any]:
-        check_even(len(x), (len(x),))
+        if even:
+            _check_even((len(x),), k, 0)
         return [x[begin:end] for begin, end in
                 shard_bounds(len(x), k, weights)]
 
@@ -209,8 +192,9 @@ def _split_and_load(data: Any, devices: Sequence[Device], batch_axis: int,
             x = np.asarray(x)
         shape = tuple(x.shape)
         axis = axis_of(shape)
-        size = _size_along(axis, shape)
-        check_even(size, shape)
+        size = shape[axis]
+        if even:
+            _check_even(shape, k, axis)
         cut = backend.ops.slice_axis if backend.is_native(x) else _slice
 
         def place(begin: int, end: int, device: Device) -> Any:
@@ -239,25 +223,19 @@ def _check_dense(data: Any) -> None:
 def _check_whole(data: Any, axis: int, x: Any) -> None:
     """Refuse `x` in `data`, which would go to all devices as it is, if it
     may be of the rows."""
-    rows = [len(x)] if type(x) is tuple else rows_inside(x)
-    n = next((shape[axis] for shape in shapes_of(data)
-              if -len(shape) <= axis < len(shape)), 0) if rows else 0
-    if n < 2 or n not in rows:
+    rows = rows_inside(x)
+    if not rows:
         return
-    if isinstance(x, Sequence) and len(x) == n and not row_counts(tuple(x)):
+    n = next((shape[axis] for shape in shapes_of(data)
+              if -len(shape) <= axis < len(shape)), 0)
+    if n > 1 and n in rows:
         raise ValueError(
-            "a tuple without arrays belongs to the whole batch, a list has "
-            "an entry for each row; received a "
-            f"{type(x).__name__} of {n} entries, {x[0]!r} first, for {n} "
-            "rows, which could be both. Give what is of the rows as a list, "
-            "list(x), or an array, what belongs to the whole batch in a "
-            "dict.")
-    raise TypeError(
-        "arrays in tuples, lists, dicts and named tuples are cut into rows; "
-        f"received a {type(x).__name__} that holds {n} rows, as the batch "
-        "has, which would go to every device. Give what it holds in a dict, "
-        "and make it in the network's forward pass or in the loss; what "
-        "belongs to the whole batch is an attribute of the network.")
+            "arrays in tuples, lists, dicts and named tuples are cut into "
+            "rows, and lists without arrays have an entry for each row; "
+            f"received a {type(x).__name__} that holds {n} entries or rows, "
+            "as the batch has, which would go to every device. Give what is "
+            "of the rows as an array, or as a list, list(x), and what "
+            "belongs to the whole batch in a dict.")
 
 
 def check_lists(X: Any, y: Any, n: int) -> None:
@@ -280,22 +258,6 @@ def check_lists(X: Any, y: Any, n: int) -> None:
                     f"{first[0]} for {n} rows, which could be both. Give "
                     "several arrays as a tuple, and stack those of the rows "
                     "in one array.")
-
-
-def _check_entries(y: Any, n: Sequence[int]) -> None:
-    """Say of labels of other lengths that they may be a list with an entry
-    for each row."""
-    if not (isinstance(y, (list, tuple)) and n == [len(y)]):
-        return
-    raise ValueError(
-        "arrays in X and y are cut into rows; received "
-        f"{len(y)} rows and a {type(y).__name__} of {len(y)} entries, "
-        f"{type(y[0]).__name__} first, which hold arrays of other lengths. "
-        "If it has an entry for each row (the boxes of each picture), give "
-        "train_batch a split_f of your own: `bounds = mgpu.shard_bounds("
-        "len(X), len(devices))`, then return [mgpu.put(X[i:j], d) for (i, j),"
-        " d in zip(bounds, devices)] and [y[i:j] for i, j in bounds], with "
-        "the arrays in each y[i:j] put on that device.")
 
 
 def cut_rows(data: Any, bounds: Sequence[tuple[int, int]], batch: Any = None,
@@ -324,33 +286,24 @@ def join_shards(shards: Sequence[Any], sizes: Sequence[int], device: Device,
     arrays along `batch_axis`, and lists with an entry for each example end to
     end. Other values are those of the first part."""
     backend, first = get_backend(), shards[0]
-    axis = axis_in(getattr(first, "shape", ()), batch_axis)
-    if isinstance(first, np.ndarray):
-        return np.concatenate(shards, axis) if first.shape else first
-    if backend.is_native(first):
-        parts = [backend.put(x, device) if i else x
-                 for i, x in enumerate(shards)]
-        return backend.ops.concat(parts, axis) if first.shape and parts[1:] \
-            else first
-    if isinstance(first, Mapping):
-        made = copy.copy(first) if isinstance(first, (dict, UserDict)) \
-            else dict(first)
-        for key in first:
-            made[key] = join_shards([x[key] for x in shards], sizes, device,
-                                    batch_axis)
-        return made
+    if nested.is_array(first):
+        if not first.shape or not shards[1:]:
+            return first
+        axis = axis_in(first.shape, batch_axis)
+        return backend.ops.concat([first, *(
+            backend.put(x, device) for x in shards[1:])], axis) \
+            if backend.is_native(first) else np.concatenate(shards, axis)
     if isinstance(first, list) and [len(x) for x in shards] == list(sizes) \
             and (is_listed(first) or any(
                 set(row_counts(x, batch_axis)) != {n}
                 for x, n in zip(shards, sizes))):
         return [nested.map_leaves(partial(_to, device), one)
                 for x in shards for one in x]
-    if isinstance(first, (list, tuple)) and leaves(first):
-        columns = [join_shards(column, sizes, device, batch_axis)
-                   for column in zip(*shards, strict=True)]
-        return type(first)(*columns) if hasattr(first, "_fields") \
-            else type(first)(columns)
-    return first
+    if nested.entries_of(first) is None or not leaves(first):
+        return first
+    columns = zip(*map(nested.entries_of, shards), strict=True)
+    return nested.rebuild(first, [
+        join_shards(column, sizes, device, batch_axis) for column in columns])
 
 
 def _slice(x: Any, axis: int, begin: int, end: int) -> Any:
@@ -396,42 +349,31 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
     if whole:
         y = X
     devices = as_devices(devices)
-    _check_dense((X, y))
     batch_axis = integer("batch_axis", batch_axis, 0)
+    _check_dense((X, y))
 
     def load(data: Any) -> list[Any]:
         return _split_and_load(data, devices, batch_axis, partial(
             axis_in, batch_axis=batch_axis), even_split, weights)
     n, m = (sorted(set(row_counts(data, batch_axis))) for data in (X, y))
     if n != m and len(n) == 1 and isinstance(y, list) and n == [len(y)]:
-        shards = load(X)
-        bounds = shard_bounds(len(y), len(shards), weights)
-        return shards, [[nested.map_leaves(partial(_to, device), one)
-                         for one in y[begin:end]] for device, (begin, end)
-                        in zip(devices, bounds, strict=True)]
-    if X is not None and y is None and not whole and (m != n or not n):
-        raise TypeError(
-            "without labels a batch is a dict of arrays; received "
-            f"{type(X).__name__}. Pass a dict, such as "
-            "dataclasses.asdict(batch) or batch._asdict().")
+        return load(X), [[nested.map_leaves(partial(_to, device), one)
+                          for one in y[begin:end]] for device, (begin, end)
+                         in zip(devices, shard_bounds(len(y), len(devices),
+                                                      weights), strict=True)]
     if n != m or len(n) > 1:
-        if m:
-            _check_entries(y, n)
-        cure = "Cut them to one length." if n and m else (
-            "Numbers in a tuple, in a range or alone are no array: use "
-            "np.asarray, or a list.")
         raise ValueError(
             "X and y must have equally many rows; received "
             f"{' or '.join(map(str, n)) or 'none'} and "
-            f"{' or '.join(map(str, m)) or 'none'}. {cure}")
+            f"{' or '.join(map(str, m)) or 'none'}. Cut them to one length. "
+            "Give numbers as an array or a list, and labels with an entry "
+            "for each row (the boxes of each picture) as a list.")
     if n == [0] and distributed.current().size > 1:
         # Other processes have the rows of this batch.
         return [None] * len(devices), [None] * len(devices)
     if n in ([], [0]):
-        raise ValueError("a batch needs at least one row; received an empty "
-                         "one. Leave it out.")
-    if isinstance(X, (list, tuple, Mapping)) \
-            or isinstance(y, (list, tuple, Mapping)):
-        check_lists(X, y, n[0])
+        raise ValueError("a batch has arrays of at least one row, in a pair "
+                         "(X, y) or a dict; received none. Leave it out.")
+    check_lists(X, y, n[0])
     shards = load(X)
     return shards, shards if whole else load(y)

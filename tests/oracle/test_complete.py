@@ -92,7 +92,6 @@ NO_NUMBERS = {
     "strict_devices": "refuses what crosses devices, and changes no number",
     "losses.check_classes": "refuses labels",
     "losses.check_per_example": "refuses shapes",
-    "losses.of_shards": "tells losses of how many devices a call is one",
     **dict.fromkeys(("losses.CTCLoss", "losses.CosineEmbeddingLoss",
                      "losses.SDMLLoss", "losses.TripletLoss"),
                     "tests/test_losses.py: Gluon's and torch's own numbers"),
