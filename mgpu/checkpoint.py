@@ -308,7 +308,7 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
          trainer: Trainer, data: Data = None, seed: int | None = None,
          cure: str = "seed=") -> dict[str, Any] | None:
     """`load_checkpoint` of what rank 0 has read from `file`, inside of
-    `World.telling`. Returns where `train` was. `cure`: how to ask for new
+    `World.guard`. Returns where `train` was. `cure`: how to ask for new
     streams."""
     source = None if data is None else _source(data)
     span, backend = replicas.span, replicas.backend

@@ -2,13 +2,13 @@
 # The wheel as a user has it: bash scripts/check_wheel.sh PYTHON ENGINE
 # for example: bash scripts/check_wheel.sh python3.12 mxnet
 # Builds the wheel, installs it with one engine and the command line into a new
-# environment outside of the checkout, and runs `mgpu doctor` and README's
-# first script there. ENGINE: mxnet or torch. On Linux PyPI's torch brings
-# gigabytes of CUDA; with
+# environment outside of the checkout, and runs `mgpu doctor`, README's first
+# script and commands that need other packages there. ENGINE: mxnet or torch. On
+# Linux PyPI's torch brings gigabytes of CUDA; with
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu it does not.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[ $# = 2 ] || { sed -n '2,9s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+[ $# = 2 ] || { sed -n '2,8s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 base=$1 engine=$2 checkout=$PWD
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -36,6 +36,12 @@ say "mgpu doctor"
 venv/bin/mgpu doctor
 say "README's first script"
 MGPU_BACKEND=$engine "$python" first.py
+say "mgpu trace record and parity --report, whose packages the extra cli brings"
+case $engine in torch) nets=torch_nets.py ;; *) nets=gluon_nets.py ;; esac
+net=$checkout/examples/port/$nets:lenet
+venv/bin/mgpu trace record "$net" --input 1x28x28 --classes 10 --steps 2 \
+    -o a.trace
+venv/bin/mgpu parity a.trace "$net" --report page.html
 other=$([ "$engine" = torch ] && echo mxnet || echo torch)
 "$python" -I -c "import importlib.util, mgpu, sys
 assert mgpu.__file__.startswith(sys.prefix), mgpu.__file__

@@ -2,8 +2,9 @@
 both backends, and training continues with the same numbers.
 
 ``files/0.1`` and ``files/0.2`` hold the files, with the values that the run
-had when it wrote them and after further steps. ``files/0.2/make.py`` made the
-second folder, with the networks and trainers of this module.
+had when it wrote them and after further steps. The program that made the
+second folder, with the networks and trainers of this module, is in the history
+of that folder: another version would write other files.
 """
 import importlib
 import importlib.util
@@ -424,14 +425,14 @@ DEVICES = {"folder": 2, "ranks": 3}
 RANKS = 2, 1
 
 
-def train(run, folder, keep=2, **options):
+def train(run, folder, **options):
     """Three epochs of three steps; with a moving average."""
     replicas, trainer, data = run
     ema = EMA(0.5)
     history = mgpu.train(
         replicas, data, mgpu.datasets.BatchIterator(EXAMPLES, LABELS, 20),
         LOSS, trainer, 3, progress=False, checkpoint_dir=folder,
-        resume="auto", checkpoint_every=2, keep=keep, **options,
+        resume="auto", checkpoint_every=2, keep=2, **options,
         callbacks=[ema, EarlyStopping(3, "train_loss")])
     return {"loss_per_step": np.array(history.loss_per_step),
             "train_loss": np.array(history.train_loss),
@@ -452,10 +453,10 @@ def test_folders_of_checkpoints(backend, writer, form, tmp_path):
     assert_close(found, dict(np.load(NEW / f"{writer}-{form}.npz")))
 
 
-def start_ranks(backend, folder, keep=2):
+def start_ranks(backend, folder):
     """Two processes that train, or continue, with a folder ``run``. Returns
     what `train` gives, with the statistics of all three devices."""
-    jobs.start(folder, len(RANKS), __file__, backend, folder, keep).said()
+    jobs.start(folder, len(RANKS), __file__, backend, folder).said()
     first, second = (dict(np.load(folder / f"rank-{i}.npz"))
                      for i in range(len(RANKS)))
     return {name: np.concatenate([x, second[name][None]])
@@ -469,14 +470,14 @@ def test_two_processes_continue(backend, tmp_path):
                  dict(np.load(NEW / f"{backend}-ranks.npz")))
 
 
-def run_rank(backend, folder, keep):
+def run_rank(backend, folder):
     """The program of one of the two processes."""
     warnings.simplefilter("error", RuntimeWarning)
     mgpu.set_backend(backend)
     mgpu.distributed.init(timeout=60)
     rank = mgpu.distributed.rank()
     run = begin_norm(mgpu.get_backend(), on(*range(RANKS[rank])))
-    found = train(run, Path(folder, "run"), int(keep))
+    found = train(run, Path(folder, "run"))
     np.savez(Path(folder, f"rank-{rank}.npz"), **found)
 
 

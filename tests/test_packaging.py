@@ -1,23 +1,17 @@
-"""The sdist and the wheel: what is in them, and that the wheel works outside
-of the checkout, in environments that hold only what its extras bring."""
+"""The sdist and the wheel: what is in them. (``scripts/check_wheel.sh`` runs
+the wheel outside of the checkout, with what its extras bring.)"""
 import importlib.metadata
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
-import textwrap
-import venv
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
-from packaging.requirements import Requirement
 
 import mgpu
-from conftest import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
 #: what an sdist has beyond the package: the tests and the site need it
@@ -109,98 +103,3 @@ def test_metadata(wheel):
         "trace", "twins", "docs", "test", "all"}
     assert {(x.group, x.name) for x in found.entry_points} == {
         ("console_scripts", "mgpu"), ("pytest11", "pytest_mgpu")}
-
-
-# -- environments of their own ------------------------------------------------
-
-def brought(dist, extras, found):
-    """Adds to `found` the names of all that pip would install for `dist`."""
-    for text in dist.requires or ():
-        need = Requirement(text)
-        if need.marker and not any(need.marker.evaluate({"extra": extra})
-                                   for extra in (*extras, "")):
-            continue
-        same = need.name == dist.metadata["Name"]   # mgpu-gluon[report]
-        if same or (need.name, *need.extras) not in found:
-            found.add((need.name, *need.extras))
-            brought(dist if same else importlib.metadata.distribution(
-                need.name), need.extras, found)
-    return {name for name, *_ in found} - {dist.metadata["Name"]}
-
-
-@pytest.fixture(scope="module")
-def environment(wheel, tmp_path_factory):
-    """A function that makes a virtual environment with the wheel and, by
-    links to what is installed here, with what the named extras need; its
-    folder of programs."""
-    def make(*extras):
-        folder = tmp_path_factory.mktemp("environment")
-        venv.create(folder, symlinks=True)
-        programs, = (x for x in folder.iterdir() if x.name == "bin")
-        run(sys.executable, "-m", "pip", "--python", programs / "python",
-            "install", "-q", "--no-deps", "--no-index", wheel, cwd=folder)
-        packages, = folder.glob("lib/python*/site-packages")
-        ours, = importlib.metadata.distributions(path=[str(packages)])
-        for name in brought(ours, extras, set()):
-            dist = importlib.metadata.distribution(name)
-            for top in {file.parts[0] for file in dist.files} - {
-                    "..", "__pycache__"}:
-                link = packages / top
-                if not link.exists():   # namespaces have several owners
-                    link.symlink_to(dist.locate_file(top))
-        return programs
-    return make
-
-
-TRAIN = """
-    import importlib.util, json, pathlib, sys
-    import mgpu
-
-    assert pathlib.Path(mgpu.__file__).is_relative_to(sys.prefix)
-    assert mgpu.available_backends() == [sys.argv[1]]
-    assert importlib.util.find_spec(sys.argv[2]) is None
-    devices = mgpu.list_devices(2)
-    batches, _ = mgpu.datasets.digits(batch_size=4, dtype="float64")
-    net = mgpu.initialize(mgpu.models.lenet(), devices, dtype="float64",
-                          init=mgpu.initializers.Xavier(),
-                          sample=next(iter(batches))[0])
-    trainer = mgpu.Trainer(net, "sgd", {"learning_rate": 2 ** -5})
-    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
-    steps = [mgpu.train_batch(X, y, net, loss, trainer)
-             for (X, y), _ in zip(batches, range(3))]
-    print(json.dumps([[mgpu.to_numpy(x).tolist() for x in step]
-                      for step in steps]))
-"""
-
-
-def test_the_wheel_trains_with_one_engine_only(environment, tmp_path):
-    """Three steps in an environment that lacks the other engine; where both
-    are installed, with the same losses."""
-    losses = [json.loads(run(
-        environment(name) / "python", "-c", textwrap.dedent(TRAIN), name,
-        {"mxnet": "torch", "torch": "mxnet"}[name], cwd=tmp_path))
-        for name in BACKENDS]
-    for found in losses:
-        assert np.shape(found) == (3, 2, 2)     # steps, devices, rows
-        np.testing.assert_allclose(found, losses[0], rtol=1e-10)
-
-
-def test_the_wheel_without_extras(environment, tmp_path):
-    programs = environment()
-    for command in ([programs / "mgpu"], [programs / "python", "-m", "mgpu"]):
-        assert mgpu.__version__ in run(*command, "--version", cwd=tmp_path)
-
-
-@pytest.mark.parametrize("engine", BACKENDS[-1:])
-def test_the_extra_cli_is_enough_for_the_commands(environment, engine,
-                                                  tmp_path):
-    """`trace record` and `parity --report` ask for packages of their own."""
-    command = environment(engine, "cli") / "mgpu"
-    file = {"torch": "torch_nets.py", "mxnet": "gluon_nets.py"}[engine]
-    net = f"{ROOT / 'examples' / 'port' / file}:lenet"
-    shape = ["--input", "1x28x28", "--classes", "10", "--steps", "2"]
-    run(command, "trace", "record", net, *shape, "-o", "a.trace",
-        cwd=tmp_path)
-    run(command, "parity", "a.trace", net, "--report", "page.html",
-        cwd=tmp_path)
-    assert "<svg" in (tmp_path / "page.html").read_text(encoding="utf-8")

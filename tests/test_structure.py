@@ -80,6 +80,7 @@ def imports(source, modules):
     whether that is inside ``if TYPE_CHECKING``."""
     found = []
     typing = {id(inner) for node in nodes(source) if isinstance(node, ast.If)
+              and isinstance(node.test, ast.Name | ast.Attribute)
               and ast.unparse(node.test).endswith("TYPE_CHECKING")
               for statement in node.body for inner in ast.walk(statement)}
     for node in nodes(source):
@@ -96,6 +97,7 @@ def imports(source, modules):
     return found
 
 
+@functools.cache
 def layer_of(module):
     """The number of a module's layer: of the longest name that fits."""
     fits = [(len(name), number) for number, names in enumerate(LAYERS.values())

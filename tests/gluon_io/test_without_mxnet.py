@@ -61,22 +61,7 @@ def near(found, expected, of=()):
 '''
 
 
-def alone(code, folder):
-    """Run `code` for each network, all in one process."""
-    program = f"""
-import os, sys
-for name, bar in {BARS!r}.items():
-    sys.argv[1:] = name, str(bar)
-    exec({START + code!r}, {{"__name__": "__main__"}})
-    os.chdir("..")
-"""
-    done = subprocess.run([sys.executable, "-c", program], text=True,
-                          capture_output=True, timeout=400, cwd=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_it_predicts_and_trains(tmp_path):
-    alone("""
+CODE = """
 net = mgpu.from_gluon(*files)
 replicas = mgpu.initialize(net, [mgpu.cpu(0)])
 predict = replicas([mgpu.put(x, mgpu.cpu(0))])[0]
@@ -107,11 +92,8 @@ for devices in [mgpu.cpu(0)], [mgpu.cpu(0), mgpu.cpu(1)]:
             near(value, steps["after:" + names[key]], after)
             compared += 1
     assert compared == sum(key.startswith("after:") for key in steps)
-""", tmp_path)
 
-
-def test_the_command_line(tmp_path):
-    alone("""
+# the command line
 import importlib.util, torch
 from click.testing import CliRunner
 from mgpu.cli import cli
@@ -138,23 +120,6 @@ weights = "net.safetensors" if os.path.exists("net.safetensors") else "net.pt"
 near(module.load(weights).eval()(torch.from_numpy(x)).detach().numpy(),
      steps["predicted"])
 
-run("convert", *files, "-o", "two.safetensors")
-from safetensors.torch import load_model
-net = mgpu.from_gluon(*files)
-for value in net.state_dict().values():
-    value.zero_()
-load_model(net, "two.safetensors")
-near(net.eval()(torch.from_numpy(x)).detach().numpy(), steps["predicted"])
-
-run("convert", *files, "-o", "net.pt2", *given)
-predict = torch.export.load("net.pt2").module()
-near(predict(torch.from_numpy(x)).detach().numpy(), steps["predicted"])
-
-run("convert", *files, "-o", "net.params")
-for key, value in mgpu.gluon_io.load_params("net.params").items():
-    assert value.tobytes() == mgpu.gluon_io.load_params(
-        files[1])[key].tobytes()
-
 done = CliRunner().invoke(cli, ["convert", *files, "-o", "x.params", *given,
                                 "--check"])
 assert done.exit_code == 2 and "by --trace" in done.output, done.output
@@ -163,7 +128,21 @@ if os.path.exists(prefix + ".trace"):
     text = run("convert", *files, "-o", "other.py", "--trace",
                prefix + ".trace", "--report", "page.html")
     assert "SAME (lock-step)" in text and os.path.exists("page.html")
-""", tmp_path)
+"""
+
+
+def test_it_predicts_trains_and_converts(tmp_path):
+    """All networks in one process."""
+    program = f"""
+import os, sys
+for name, bar in {BARS!r}.items():
+    sys.argv[1:] = name, str(bar)
+    exec({START + CODE!r}, {{"__name__": "__main__"}})
+    os.chdir("..")
+"""
+    done = subprocess.run([sys.executable, "-c", program], text=True,
+                          capture_output=True, timeout=400, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_files_are_small():

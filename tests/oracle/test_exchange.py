@@ -26,7 +26,7 @@ def arrays(k, shape, dtype="float64", seed=0):
 OURS = [a for a in collectives.ALGORITHMS if a != "native"]
 
 
-@covers("allreduce", *(f"collectives.{a}" for a in OURS))
+@covers(*(f"collectives.{a}" for a in OURS))
 @pytest.mark.parametrize("op", collectives.OPS)
 @pytest.mark.parametrize("algorithm", OURS)
 def test_allreduce(op, algorithm, devices):
@@ -57,7 +57,6 @@ def test_another_order_is_another_sum():
                 compare(a, b, EXACT)
 
 
-@covers("reduce", "broadcast", "allgather", "reducescatter", "allreduce_many")
 @pytest.mark.parametrize("op", collectives.OPS)
 def test_the_other_collectives(op, devices):
     k = len(devices)
@@ -86,7 +85,6 @@ def test_the_other_collectives(op, devices):
         agree(run, wanted, EXACT)
 
 
-@covers("assign_roots")
 @pytest.mark.parametrize("sizes", [(5,) * 7, (9, 5, 4, 3, 3), (1, 2, 3, 4),
                                    (0, 7, 0)])
 def test_assign_roots(sizes, devices):
@@ -94,8 +92,7 @@ def test_assign_roots(sizes, devices):
     assert mgpu.assign_roots(sizes, k) == oracle.roots(sizes, k)
 
 
-@covers("functional.allreduce", "functional.allgather", "attach_grad",
-        "grad", "record", "backward")
+@covers("functional.allreduce", "functional.allgather")
 @pytest.mark.parametrize("op", ("sum", "mean"))
 def test_differentiable_collectives(op, devices):
     """The gradient of a sum is a sum of gradients, that of a concatenation
@@ -128,7 +125,6 @@ def test_differentiable_collectives(op, devices):
 WEIGHTS = ([1, 1, 1, 1], [2, 1, 3, 1], [0.1, 0.7, 0.1, 0.1], [1, 2, 2, 1])
 
 
-@covers("shard_bounds")
 def test_shard_bounds(devices):
     k = len(devices)
     for n in range(71):
@@ -141,7 +137,6 @@ def test_shard_bounds(devices):
             assert bounds == list(zip([0, *ends[:-1]], ends))
 
 
-@covers("split_and_load", "split_batch", "put")
 @pytest.mark.parametrize("rows", (1, 3, 8))
 @pytest.mark.parametrize("axis", (0, 1, -1))
 def test_splitting(rows, axis, devices):
@@ -170,7 +165,6 @@ def test_splitting(rows, axis, devices):
 
 # -- counting -----------------------------------------------------------------
 
-@covers("accuracy", "evaluate_accuracy_gpu", "evaluate_accuracy_gpus")
 def test_accuracy(devices):
     """Ties among few integers, batches of any size; the same fraction of
     integers everywhere."""
@@ -207,7 +201,6 @@ def test_accuracy(devices):
 X = RNG.normal(size=(3, 4))
 
 
-@covers("Ops.astype", "no_grad")
 def test_functions_without_a_gradient(devices):
     """Kinds of numbers, what is written to a flat view, and nothing recorded
     under `no_grad`."""
@@ -232,7 +225,6 @@ def test_functions_without_a_gradient(devices):
                  np.sign(X), written, X * X, 2 * X]] * len(devices), EXACT)
 
 
-@covers("seed")
 def test_masks_are_zero_or_scaled(devices):
     """Dropout masks are random: no two engines agree in them. Each keeps
     about a share 1 - p, scaled by 1 / (1 - p) (which MXNet rounds to float32:

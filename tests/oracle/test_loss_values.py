@@ -77,7 +77,7 @@ def on_devices(loss, devices, pred, label, weights=None):
     return [joined(values), joined([mgpu.grad(x) for x in shards[0]])]
 
 
-@covers("parallel", *(f"losses.{case[0]}" for case in CASES))
+@covers(*(f"losses.{case[0]}" for case in CASES))
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: "-".join(
     [str(i), CASES[i][0], *map(str, CASES[i][4])]))
 def test_losses(number, devices):
@@ -125,7 +125,6 @@ class Mean:
             values)
 
 
-@covers("losses.per_example")
 @pytest.mark.parametrize("make", (Mean, lambda: Mean().__call__))
 def test_losses_that_average(make, devices):
     """Per example where the loss can tell them apart, else the mean over
@@ -169,8 +168,7 @@ def judged(kind, shape, seed, number, options):
     return oracle.drawn(options[0], shape, seed, number, **options[1])
 
 
-@covers("initialize", "initializers.create", "initializers.draw_parameter",
-        *(f"initializers.{rule}" for _, rule, _ in RULES))
+@covers(*(f"initializers.{rule}" for _, rule, _ in RULES))
 @pytest.mark.parametrize("name, rule, options", RULES)
 @pytest.mark.parametrize("dtype", ("float64", "float32"))
 def test_initial_values(name, rule, options, dtype):
@@ -208,7 +206,6 @@ def test_initial_values_of_special_weights(name, rule, options, shape):
             oracle.drawn(name, shape, 3, 1, **options), EXACT)
 
 
-@covers("initializers.fans")
 @pytest.mark.parametrize("shape", [(3, 5), (4, 2, 3, 3), (6, 1, 7)])
 def test_fans(shape):
     assert initializers.fans(shape) == oracle.fans(shape)

@@ -67,7 +67,6 @@ def without_statistics(steps):
     return [step[:3] for step in steps]
 
 
-@covers("train_batch")
 @pytest.mark.parametrize("optimizer", [
     ("sgd", {"learning_rate": 0.125, "momentum": 0.5, "wd": 2.0 ** -6}),
     ("adam", {"learning_rate": 2.0 ** -5})], ids=lambda o: o[0])
@@ -90,7 +89,6 @@ def test_mlp(optimizer, devices):
             compare(other, wanted, 1e-3)
 
 
-@covers("train", "train_epochs", "History", "Accumulator")
 def test_train(devices):
     """The mean losses of steps and epochs, and the accuracies, of two epochs
     of `train` and of `train_epochs`; the sums of `Accumulator`."""
@@ -222,7 +220,7 @@ def test_batch_norm_predicts_from_the_running_statistics(network, devices):
 
 # -- the book's LeNet, from scratch -------------------------------------------
 
-@covers("models.lenet_forward", "models.lenet_params", "get_params", "sgd")
+@covers("models.lenet_forward", "models.lenet_params")
 def test_lenet_from_scratch(devices):
     """The book's loop: copies of the parameters, losses on every device,
     all-reduced gradients, `sgd`. Three steps of 8 rows (7 in one)."""

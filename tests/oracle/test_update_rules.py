@@ -188,8 +188,7 @@ def between(case):
 
 
 # To the oracle 1e-13: it rounds in another order.
-@covers("Trainer", "Trainer.step",
-        *(f"optimizers.{s}.{n}" for s, n in VARIANTS))
+@covers(*(f"optimizers.{s}.{n}" for s, n in VARIANTS))
 @pytest.mark.parametrize("number", numbered(lambda case: case[3]))
 def test_all_options_at_once(number):
     """On three devices: a rule gets their sum, whatever their number."""
@@ -197,7 +196,6 @@ def test_all_options_at_once(number):
           expected_of(number), ROUNDING, between(CASES[number]))
 
 
-@covers("optimizers.create")
 @pytest.mark.parametrize("number", numbered(lambda case: not case[3]))
 def test_the_rule_alone_and_the_defaults(number):
     """As an object of the caller's, which two trainers may share."""
@@ -243,8 +241,7 @@ SCHEDULES = [
 ]
 
 
-@covers("Trainer.learning_rate", "to_numpy",
-        *(f"lr_scheduler.{kind}" for kind, _ in SCHEDULES))
+@covers(*(f"lr_scheduler.{kind}" for kind, _ in SCHEDULES))
 @pytest.mark.parametrize("kind, options", SCHEDULES)
 def test_schedules_are_exact(kind, options):
     """As functions, and as what a step of SGD does: from zero weights with a
@@ -274,9 +271,6 @@ def test_schedules_are_exact(kind, options):
 
 # -- the parts of a step ------------------------------------------------------
 
-@covers("Trainer.allreduce_grads", "Trainer.clip_global_norm",
-        "Trainer.update", "Trainer.set_learning_rate", "Replicas.params",
-        "Parameter.grad", "Parameter.list_grad", "Parameter.data")
 @pytest.mark.parametrize("limit", (3.0, 1e6))
 def test_clipping_between_the_parts(limit, devices):
     """Sum, clip by the joint norm, update; then another rate."""
@@ -314,7 +308,6 @@ def test_clipping_between_the_parts(limit, devices):
     agree(run, wanted, ROUNDING)
 
 
-@covers("Replicas.zero_grad", "Parameter.zero_grad")
 def test_gradients_that_accumulate(devices):
     def run(backend):
         replicas = replicas_on(backend, len(devices))
@@ -336,7 +329,6 @@ def test_gradients_that_accumulate(devices):
     agree(run, weights, EXACT)
 
 
-@covers("Parameter.set_data", "Parameter.list_data")
 def test_a_weight_that_is_set_is_trained_on(devices):
     """On every device; the momentum stays (Gluon on several devices drops
     such an edit)."""
@@ -359,9 +351,6 @@ def test_a_weight_that_is_set_is_trained_on(devices):
     agree(run, weights, EXACT)
 
 
-@covers("Trainer.save_states", "Trainer.load_states", "Trainer.export_states",
-        "Trainer.import_states", "Replicas.export_numpy",
-        "Replicas.import_numpy")
 @pytest.mark.parametrize("semantics, name", [
     ("gluon", "adam"), ("gluon", "nadam"), ("torch", "nadam"),
     ("torch", "adagrad"), ("gluon", "rmsprop")])

@@ -2,7 +2,7 @@
 and all results are compared with what `oracle` computed and with each other.
 
 A test says by `covers` whose numbers it checks; `test_complete.py` fails for
-a public name that nobody covers.
+a formula that nobody covers.
 """
 import itertools
 
@@ -19,14 +19,13 @@ ROUNDING = 1e-13
 #: some steps of training, or sums over many terms (docs/design.md)
 LOCKSTEP = 1e-12
 
-#: public name -> the tests that check its numbers
-COVERED = {}
+#: the names of formulas whose numbers a test checks
+COVERED = set()
 
 
 def covers(*names):
     def register(test):
-        for name in names:
-            COVERED.setdefault(name, []).append(test)
+        COVERED.update(names)
         return test
     return register
 

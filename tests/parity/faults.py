@@ -9,8 +9,7 @@ from mgpu import losses
 from mgpu.parity import Side
 from nets import gluon, gluon_block, torch_block, torch_layer
 from nets import torch as torch_
-from parity.steps import gluon_step, gluons_halving, halving, torch_step
-from parity.tables import in_gluon, in_torch
+from parity.steps import gluon_step, torch_step
 
 RNG = np.random.default_rng(0)
 #: rows that 2, 3 and 4 devices share unevenly or not, and whose factors
@@ -541,41 +540,12 @@ def steps(port, batches=ROWS, **options):
     return plant
 
 
-#: numbers that float32 has rounded
-RATIOS = (np.arange(1.0, 7.0)[None] / 7).astype("float32").astype(float)
-
 #: name: (cause, plant); ``plant(patch)`` -> a, b, batches, options of compare
 FAULTS = {
-    # in the user's own steps
-    "eval mode": ("training mode", steps({"mode": "eval"})),
-    "no clipping": ("clipping", steps({}, clip=0.01)),
-    "another norm": ("clipping", steps({"clip": 0.02}, clip=0.01)),
-    "clips scaled gradients": ("clipping", steps(
-        {"clip": 0.01, "scaler": 64.0, "unscale": False}, clip=0.01)),
-    "schedule ahead": ("schedule", steps(
-        {"schedule": halving, "before": True}, schedule=gluons_halving)),
-    "no schedule": ("schedule", steps({}, schedule=gluons_halving)),
-    "not divided by the parts": ("gradient scale", steps(
-        {"parts": 3, "divide": False}, [tuple(x[:6] for x in ROWS[0])])),
-    "two updates": ("updates in a step", steps({"updates": 2})),
-    "no update": ("left out of the update", steps({"updates": 0})),
-    "no decay in the step": ("optimizer options", steps({}, wd=0.0625)),
     "relu before batch norm": ("order of layers", pair(conv_g(), torch_(
             lambda nn: [nn.Conv2d(2, 4, 3), nn.ReLU(), nn.BatchNorm2d(4),
                 nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]),
         IMAGES)),
-    # what is not trained
-    "table of positions": ("constant", pair(in_gluon({"pe": np.ones((2, 6))}),
-        in_torch({"pe": np.eye(2, 6)}),
-        [(np.stack([X, X], 1), y) for X, y in ROWS])),
-    "a factor for a divisor": ("constant in float32", pair(
-        in_gluon({"s": RATIOS}, use="broadcast_div"), in_torch(
-            {"s": (1 / RATIOS).astype("float32").astype(float)}, use="mul"),
-        [(np.stack([X, X], 1), y) for X, y in ROWS])),
-    "frozen table": ("constant", pair(
-        in_gluon({"pe": np.ones((2, 6))}, freeze=True),
-        in_torch({"pe": np.eye(2, 6)}, "frozen", freeze=True),
-        [(np.stack([X, X], 1), y) for X, y in ROWS], strict=True)),
     "AdamW in the step": ("coupled weight decay", steps(
         {"optimizer": "AdamW", "weight_decay": 0.125}, optimizer="adam",
         wd=0.125)),

@@ -26,14 +26,12 @@ def gluon_step(optimizer="sgd", clip=None, schedule=None, of=None,
 
 
 def torch_step(optimizer="SGD", clip=None, schedule=None, before=False,
-               scaler=None, unscale=True, parts=1, divide=True, mode="train",
-               updates=1, **options):
+               scaler=None, parts=1, call=lambda net, x: net(x), **options):
     """A plain loop of PyTorch.
 
     `schedule` makes a scheduler, which moves ``before`` the optimiser or
     after it; `scaler`: the loss scale of a `GradScaler`; `parts`: how many
-    backward passes a step has; `mode`: called once, before the first step;
-    `updates`: how many.
+    backward passes a step has; `call`: of the network.
     """
     def make(net):
         import torch
@@ -42,7 +40,7 @@ def torch_step(optimizer="SGD", clip=None, schedule=None, before=False,
         rates = schedule(moves) if schedule else None
         scales = torch.amp.GradScaler("cpu", init_scale=scaler or 1.0,
                                       enabled=bool(scaler))
-        getattr(net, mode)()
+        net.train()
 
         def step(x, y):
             moves.zero_grad()
@@ -50,16 +48,14 @@ def torch_step(optimizer="SGD", clip=None, schedule=None, before=False,
                 rates.step()
             losses = []
             for i in range(parts):
-                loss = functional.cross_entropy(net(x[i::parts]),
+                loss = functional.cross_entropy(call(net, x[i::parts]),
                                                 y[i::parts].long())
-                scales.scale(loss / parts if divide else loss).backward()
+                scales.scale(loss / parts).backward()
                 losses.append(loss.detach())
             if clip:
-                if unscale:
-                    scales.unscale_(moves)
+                scales.unscale_(moves)
                 torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-            for _ in range(updates):
-                scales.step(moves)
+            scales.step(moves)
             scales.update()
             if rates and not before:
                 rates.step()

@@ -1,6 +1,7 @@
 """Faults planted in real networks are named, and nothing else is."""
 import numpy as np
 import pytest
+import test_own_step
 
 from mgpu import parity
 from mgpu.parity import Side, diagnosis
@@ -379,11 +380,16 @@ def test_what_predicts_zero_explains_no_small_numbers():
 
 
 def test_every_cause_has_a_planted_fault():
-    """But for those of copies that part, which no side of mgpu's has."""
-    assert {cause for cause, _ in FAULTS.values()} >= {
+    """But for those of copies that part, which no side of mgpu's has.
+    Constants have theirs in `test_constants`, the user's own steps in
+    `test_own_step`."""
+    steps = {str(cause).partition(":")[0]
+             for *_, cause in test_own_step.FAULTS.values()}
+    assert {cause for cause, _ in FAULTS.values()} | steps >= {
         name for name in diagnosis.CAUSES if name not in (
             "gradient clipping", "float32 statistics momentum",
-            "aliased replicas", "missing broadcast", "device left out")}
+            "aliased replicas", "missing broadcast", "device left out",
+            "constant", "constant in float32")}
 
 
 @pytest.mark.parametrize("name", CONTROLS)

@@ -756,7 +756,7 @@ def gluon_loop(trainers, parts=1):
     return make
 
 
-def torch_loop(optimizers, call=lambda net, x: net(x)):
+def torch_loop(optimizers):
     def make(net):
         from torch.nn import functional
         own = optimizers(net)
@@ -765,18 +765,13 @@ def torch_loop(optimizers, call=lambda net, x: net(x)):
         def step(x, y):
             for optimizer in own:
                 optimizer.zero_grad()
-            loss = functional.cross_entropy(call(net, x), y.long())
+            loss = functional.cross_entropy(net(x), y.long())
             loss.backward()
             for optimizer in own:
                 optimizer.step()
             return loss
         return step, own
     return make
-
-
-def one_sgd(net):
-    import torch
-    return [torch.optim.SGD(net.parameters(), lr=0.125)]
 
 
 def one_trainer(net):
@@ -788,7 +783,7 @@ def one_trainer(net):
 def test_gradients_may_add_up_on_either_side():
     result = parity.compare(A, B, batches=BATCHES,
                             step_a=gluon_loop(one_trainer, parts=4),
-                            step_b=torch_loop(one_sgd))
+                            step_b=torch_step(lr=0.125))
     assert result.same, result
 
 
@@ -811,10 +806,10 @@ def tagged():
 
 
 def test_the_step_calls_a_network_as_it_likes():
-    step = torch_loop(one_sgd, lambda net, x: net(
+    step = torch_step(lr=0.125, call=lambda net, x: net(
         x=x, scale=1.0)["logits"])
-    for other, own in ((A, gluon_loop(one_trainer)),
-                       (B, torch_loop(one_sgd))):
+    for other, own in ((A, gluon_step(learning_rate=0.125)),
+                       (B, torch_step(lr=0.125))):
         result = parity.compare(other, tagged, batches=BATCHES, step_a=own,
                                 step_b=step, map={
                                     "0.weight": "one.weight",
@@ -829,7 +824,7 @@ def test_dropout_inside_of_a_layer_is_refused_by_name():
     attending = torch_block(lambda nn: {
         "attend": nn.MultiheadAttention(4, 2, dropout=0.5),
         "out": nn.Linear(4, 3)}, forward)
-    step = torch_loop(one_sgd)
+    step = torch_step(lr=0.125)
     with pytest.raises(ValueError, match="dropout= of nn.LSTM and nn.Multi"):
         parity.compare(attending, attending, batches=BATCHES, step_a=step,
                        step_b=step)

@@ -5,7 +5,6 @@ import signal
 import warnings
 from dataclasses import asdict, dataclass, field
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -233,23 +232,6 @@ def _multipliers(net: Net, paths: dict[str, str], which: str
     return found
 
 
-@contextlib.contextmanager
-def patched(make: Any) -> Any:
-    """Reductions of torch's gradients by ``make()``."""
-    if make is None:
-        yield
-        return
-    wrong, right = make(), mgpu.trainer.allreduce_many
-
-    def reduce(columns, algorithm):
-        if mgpu.get_backend().name == "torch":
-            wrong(columns, right)
-        else:
-            right(columns)
-    with mock.patch("mgpu.trainer.allreduce_many", reduce):
-        yield
-
-
 class TookTooLong(Exception):
     """A comparison that hangs."""
 
@@ -281,7 +263,7 @@ def compare(p: Pair, styles: tuple[Style, Style], seed: int
             n.name for net in (p.a, p.b) for n in net
             if n.options.get("stored")}:
         options["map"] = _map(p, transposed, *paths)
-    with patched(p.before), warnings.catch_warnings(), limited(120):
+    with warnings.catch_warnings(), limited(120):
         warnings.simplefilter("ignore")
         result = parity.compare(*sides, batches=p.batches, **options)
     return result, *paths

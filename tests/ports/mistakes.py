@@ -38,8 +38,6 @@ class Pair:
     stages : tuple of str
         The right stages of the first difference.
     batches : list of (X, y)
-    before : callable or None
-        Makes the function by which torch's gradients are reduced.
     refusal : bool
         Right is a refusal.
     scale : float
@@ -58,7 +56,6 @@ class Pair:
     batches: list[tuple[np.ndarray, np.ndarray]]
     places: set[str] = field(default_factory=set)
     stages: tuple[str, ...] = ()
-    before: Any = None
     refusal: bool = False
     scale: float = 1.0
     reorder: bool = False
@@ -406,101 +403,6 @@ def loss_scale(p):
     p.b = p.a.after(last, "gradient", "extra", factor=p.rng.choice(
         [16.0, 2.0 ** 16, 0.375]))
     p.stages = ("gradient",)
-
-
-def patched(p, make):
-    """Gradients of `b` are reduced by the function ``make()`` of (columns,
-    right)."""
-    p.torch()
-    if p.engines[0] == "torch":
-        p.engines = ("mxnet", "torch")
-    p.before = make
-    p.stages = ("gradient",)
-
-
-def _each(columns, change):
-    for column in columns:
-        for copy_ in column:
-            change(copy_)
-
-
-@mistake("gradients clipped by value", "gradient clipping")
-def clip_value(p):
-    def reduce(columns, right):
-        right(columns)
-        _each(columns, lambda g: g.clamp_(-0.125, 0.125))
-    patched(p, lambda: reduce)
-
-
-@mistake("gradients clipped by norm", "gradient clipping", "gradient scale")
-def clip_norm(p):
-    def reduce(columns, right):
-        right(columns)
-        norm = sum(float((c[0] ** 2).sum()) for c in columns) ** 0.5
-        _each(columns, lambda g: g.mul_(min(1.0, 0.25 / (norm + 1e-6))))
-    patched(p, lambda: reduce)
-
-
-@mistake("gradients accumulated", "stale gradient")
-def accumulated(p):
-    def wrong():
-        kept: dict[int, Any] = {}
-
-        def reduce(columns, right):
-            right(columns)
-            for i, column in enumerate(columns):
-                old = kept.get(i, 0.0 * column[0])
-                for g in column:
-                    g += old.to(g.device)
-                kept[i] = column[0].clone()
-        return reduce
-    patched(p, wrong)
-
-
-@mistake("gradient of the step before", "stale gradient")
-def stale(p):
-    def wrong():
-        kept: dict[int, Any] = {}
-
-        def reduce(columns, right):
-            right(columns)
-            for i, column in enumerate(columns):
-                now = column[0].clone()
-                if i in kept:
-                    for g in column:
-                        g[:] = kept[i]
-                kept[i] = now
-        return reduce
-    patched(p, wrong)
-
-
-@mistake("mean over devices", "sum or mean over devices")
-def mean_over_devices(p):
-    p.options["devices"] = p.rng.choice([2, 3])
-    patched(p, lambda: lambda columns, right: right(columns, op="mean"))
-
-
-@mistake("device left out", "device left out")
-def left_out(p):
-    def reduce(columns, right):
-        for column in columns:
-            column[-1].mul_(0.0)
-        right(columns)
-    p.options["devices"] = 3
-    patched(p, lambda: reduce)
-
-
-@mistake("sum only on the first device", "missing broadcast")
-def no_broadcast(p):
-    def reduce(columns, right):
-        kept = [[g.clone() for g in column[1:]] for column in columns]
-        right(columns)
-        for column, olds in zip(columns, kept):
-            for g, old in zip(column[1:], olds):
-                g[:] = old
-    p.options["devices"] = 3
-    patched(p, lambda: reduce)
-    p.stages = ("devices", "weight", "gradient")
 
 
 # -- updates ------------------------------------------------------------------

@@ -9,10 +9,10 @@ from .mistakes import MISTAKES, Mistake
 from .nets import FAMILIES
 
 #: kinds of several stages, each in one network
-SAMPLE = [("another activation", "mlp"), ("padding", "residual"),
-          ("epsilon of batch norm", "convnet"), ("kernel flipped", "vgg"),
-          ("label smoothing", "transformer"), ("mask missing",
-                                                   "attention"),
+SAMPLE = [("another activation", "transformer"), ("padding", "vgg"),
+          ("epsilon of batch norm", "residual"),
+          ("kernel flipped", "convnet"), ("label smoothing", "mlp"),
+          ("mask missing", "attention"),
           ("momentum for 1 - momentum", "squeeze"),
           ("class weights", "tied"), ("layer frozen", "inception"),
           ("learning rate", "embedded"), ("no decay of biases", "densenet"),
@@ -49,7 +49,7 @@ def test_the_kinds_are_those_that_were_promised():
     assert {tuned for tuned, _ in FAMILIES.values()} == {True, False}
 
 
-@pytest.mark.parametrize("kind, family", SAMPLE[:4])
+@pytest.mark.parametrize("kind, family", SAMPLE[2:4])
 def test_the_judge_wants_the_layer_and_the_cause(kind, family):
     """A port without its mistake, and a right answer to another question."""
     true = MISTAKES[kind]
