@@ -66,7 +66,6 @@ ONLY_ANNOTATE = {
     ("mgpu.weight_files", "mgpu.replicas"),
     ("mgpu.compat.gluon", "mgpu.replicas"),
     ("mgpu.replicas.values", "mgpu.replicas.replicas"),
-    ("mgpu.compat.gluon", "mgpu.trainer"),
     ("mgpu.compat.pytorch", "mgpu.replicas"),
     ("mgpu.compat.pytorch", "mgpu.trainer"),
     ("mgpu.backends._torch.meaning", "mgpu.backends._torch.network"),

@@ -201,6 +201,24 @@ def test_a_step_applies_one_batch(engine, devices):
     assert_unchanged(found[2], found[0])
 
 
+def test_train_batch_applies_no_earlier_gradient(engine, devices):
+    """Of a batch that was given up, by layers that the next one does not
+    reach; in steps by hand the gradient stays, as in Gluon."""
+    for by_hand in (False, True):
+        replicas, trainer = sgd(engine, devices, gated(engine))
+        backward(replicas, *sides(-1, 1))
+        before = values(replicas)
+        if by_hand:
+            backward(replicas, *sides(1, 1))
+            trainer.step(2)
+            assert (values(replicas)["left.weight"][0]
+                    != before["left.weight"][0]).any()
+        else:
+            with pytest.raises(mgpu.StaleGradientError, match="left.weight"):
+                mgpu.train_batch(*sides(1, 1), replicas, LOSS, trainer)
+            assert_unchanged(values(replicas), before)
+
+
 def test_of_several_passes_the_last_counts(engine, devices):
     """An attack on the rows of each device and then the pass that trains."""
     def attacked(run, x, labels):

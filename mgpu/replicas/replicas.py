@@ -684,6 +684,13 @@ class Replicas(Hints, abc.Sequence):
             rows, self.backend.name,
             partial(self.backend.synchronize, self.devices))
 
+    def discard_gradients(self) -> None:
+        """Let no step apply what earlier backward passes have written, but
+        for gradients that are added up."""
+        for p in self.params():
+            if p.grad_req == "write":
+                self.backend.mark_used(self.network.array(p.number))
+
     def end_pass(self) -> None:
         """The backward passes of a batch have ended on this process."""
         if self._served:

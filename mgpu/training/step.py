@@ -208,6 +208,7 @@ def _pass(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
         scaled = values if scale == 1.0 else values * scale
     with stage("compute", "backward", devices,
                partial(probes.gradients, replicas), busy):
+        replicas.discard_gradients()
         backward(scaled)
         replicas.end_pass()
     losses: list[Any] = [None] * len(devices)
