@@ -181,11 +181,12 @@ def test_a_forward_pass_without_recording_moves_nothing(engine, devices):
                 assert_bit_equal(value, np.full(2, float("var" in name)))
 
 
-def test_joint_statistics_without_examples_on_the_first_device(engine):
-    """The network has them."""
+@pytest.mark.parametrize("mode", ["per_device", "sync"])
+def test_statistics_without_examples_on_the_first_device(engine, mode):
+    """The network has those of the device with examples."""
     found = []
     for shards in ((images(4), None), (None, images(4))):
-        replicas = initialize(batch_norm(engine), on(2), "sync")
+        replicas = initialize(batch_norm(engine), on(2), mode)
         start = replicas.export_numpy()
         with mgpu.record():
             losses = [x.sum() for x in replicas([

@@ -460,10 +460,13 @@ class DeviceCopies:
         first = min(copies)
         if first:
             values = copies[first].arrays.values()
+            # torch's batch norm writes to them without counting it.
+            uncounted = set(map(id, tree.statistics))
             for x, value, old, new in zip(
                     tree.arrays.values(), values, copies[first].stamps,
                     _stamps(values), strict=True):
-                if new != old and value.shape == x.shape \
+                if (new != old or id(x) in uncounted) \
+                        and value.shape == x.shape \
                         and not isinstance(x, nn.Parameter):
                     x.copy_(value)
         if not self._meaning.own_statistics:
