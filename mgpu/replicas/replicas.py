@@ -688,8 +688,9 @@ class Replicas(Hints, abc.Sequence):
         """Let no step apply what earlier backward passes have written, but
         for gradients that are added up."""
         for p in self.params():
-            if p.grad_req == "write":
-                self.backend.mark_used(self.network.array(p.number))
+            x = self.network.array(p.number)
+            if self.backend.is_fresh(x) and p.grad_req == "write":
+                self.backend.mark_used(x)
 
     def end_pass(self) -> None:
         """The backward passes of a batch have ended on this process."""
