@@ -12,7 +12,6 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 import forked
-import mgpu
 from conftest import BACKENDS
 from mgpu import (BackendNotAvailable, available_backends, environment,
                   get_backend, set_backend, using_backend)
