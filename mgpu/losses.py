@@ -897,7 +897,8 @@ def _check_values(values: Any, rows: Sequence[int], batch_axis: int,
             else type(values).__name__
         raise ValueError(
             f"the loss must return one value per example, shape ({rows[0]},)"
-            f", or several, whose mean counts; received {received}. Use a "
+            ", or several, whose mean counts, or one number in an array; "
+            f"received {received}. Use a "
             "loss of mgpu.losses, or wrap one that averages: "
             "mgpu.losses.per_example(loss); on torch also "
             "reduction='none'.")

@@ -623,19 +623,21 @@ def test_a_gluon_loop(backend, devices, name):
 
 @COUNTS
 @ON_MXNET
-def test_batch_statistics_of_all_contexts(backend, devices):
+@pytest.mark.parametrize("deferred", [False, True])
+def test_batch_statistics_of_all_contexts(backend, devices, deferred):
     """``batch_norm="sync"``: those of one device, running ones too, and in
-    predictions."""
+    predictions; where shapes are `deferred`, from the first pass on."""
     import mxnet as mx
     from mxnet.gluon import nn
 
     def script(wrap):
         mx.random.seed(0)
         net = nn.Sequential()
-        net.add(nn.Dense(4, in_units=6), nn.BatchNorm(in_channels=4),
-                nn.Activation("relu"),
-                nn.BatchNorm(in_channels=4, center=False, scale=False),
-                nn.Dense(3, in_units=4))
+        six, four = (0, 0) if deferred else (6, 4)      # 0: not known
+        net.add(nn.Dense(4, in_units=six), nn.BatchNorm(in_channels=four),
+                nn.Activation("relu"), nn.BatchNorm(
+                    in_channels=four, center=False, scale=False),
+                nn.Dense(3, in_units=four))
         net.initialize(mx.init.Xavier())
         net.cast("float64")
         wrapped = wrap(net, batch_norm="sync")
@@ -775,7 +777,7 @@ def ones(*shape):
 @pytest.mark.parametrize("function, shapes, error", [
     (lambda x, y: x.sum(), [(6, 3)], "one number|no axis fits"),
     (lambda x, y: x.reshape((-1,)), [(6, 2)], "no axis fits"),
-    (lambda x, y: x.shape[0], [(7, 2)], "differs between devices"),
+    (lambda x, y: x.shape[0], [(7, 2)], "depends on the examples"),
     (lambda x, y: x, [(6, 3), (6,)], r"argument 'y' has shape \(6,\) in a "
      r"batch of 6 examples.*Pass batch_axis=\{'y': 0\} to split it, or "
      r"whole=\('y',\)"),
@@ -842,3 +844,112 @@ def test_other_policies_of_batch_norm(backend):
     net = network(backend, lambda x, y: x)
     with pytest.raises(ValueError, match="'per_device' or 'sync'; got 'all'"):
         mgpu.DataParallel(net, on(0, 1), batch_norm="all")
+
+
+def test_a_list_of_as_many_items_as_examples_is_named(backend, devices):
+    net = network(backend, lambda x, y: x * y[0] if y else x)
+    parallel = mgpu.DataParallel(net, devices)
+    for given in ([2.0] * 6, [{"boxes": ones(n + 1, 4)} for n in range(6)]):
+        with pytest.raises(ValueError, match="list of 6 items.*'y': list"):
+            parallel(ones(6, 3), given)
+    assert tuple(parallel(ones(5, 3), [2.0] * 6).shape) == (5, 3)
+    split = mgpu.DataParallel(net, devices, batch_axis={"y": list})
+    assert tuple(split(ones(6, 3), [2.0] * 6).shape) == (6, 3)
+
+
+def test_a_number_that_depends_on_the_examples_raises(backend, devices):
+    net = mgpu.DataParallel(network(backend, lambda x, y: (x, len(x))),
+                            devices)
+    for size in (6, 5):
+        with pytest.raises(ValueError, match=r"output\[1\] depends on the ex"):
+            net(ones(size, 3))
+    constant = mgpu.DataParallel(network(
+        backend, lambda x, y: (x, 7, x.shape[1:])), devices)
+    assert constant(ones(6, 3))[1:] == (7, (3,))
+
+
+def test_an_optional_argument_is_there_in_some_batches(backend, devices):
+    net = mgpu.DataParallel(network(
+        backend, lambda x, y: x if y is None else x + y), devices)
+    for given in (None, ones(6, 3), None):
+        assert tuple(net(ones(6, 3), given).shape) == (6, 3)
+
+
+@ON_TORCH
+def test_joint_statistics_in_a_network_whose_axes_agree_by_chance(
+        backend, devices):
+    """The pass that finds the axis of the examples has one device."""
+    import torch
+    from torch import nn
+
+    def script(wrap):
+        torch.manual_seed(1)
+        net = wrap(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(
+            4, 5)).double(), batch_norm="sync")
+        X = torch.from_numpy(numbers(5 * len(devices), 1)[0])
+        return [net(X).detach().numpy().ravel()]
+    same(script, devices)
+
+
+@ON_TORCH
+def test_functional_and_instance_norms_are_not_joined(backend, devices):
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(6))
+            self.register_buffer("var", torch.ones(6))
+
+        def forward(self, x):
+            return nn.functional.batch_norm(x, self.mean, self.var,
+                                            training=self.training)
+    X = torch.ones(6, 6)
+    for net, x in ((Net(), X), (nn.InstanceNorm1d(
+            2, track_running_stats=True), X.reshape(6, 2, 3))):
+        with pytest.raises(ValueError, match="joins the framework's batch-n"):
+            mgpu.DataParallel(net, devices, batch_norm="sync")(x)
+
+
+@ON_TORCH
+def test_named_results_of_torch_are_joined(backend, devices):
+    import torch
+    net = mgpu.DataParallel(network(backend, lambda x, y: x.max(1)), devices)
+    x = torch.from_numpy(numbers(7, 1)[0])
+    assert type(net(x)) is type(x.max(1))
+    assert torch.equal(net(x).indices, x.max(1).indices)
+
+
+@ON_TORCH
+def test_one_inside_of_another_network_is_refused(backend, devices):
+    from torch import nn
+    inner = mgpu.DataParallel(nn.Linear(6, 5), devices)
+    with pytest.raises(TypeError, match="a DataParallel cannot be copied"):
+        mgpu.DataParallel(nn.Sequential(inner), devices)(ones(6, 6))
+
+
+@ON_TORCH
+def test_further_arguments_have_numbers(backend, devices):
+    from torch import nn
+
+    class Net(nn.Module):
+        def forward(self, *args):
+            return args[0] * args[1][:, None]
+    with pytest.raises(ValueError, match="{'argument 1': 0}"):
+        mgpu.DataParallel(Net(), devices)(ones(6, 3), ones(6))
+    net = mgpu.DataParallel(Net(), devices, batch_axis={"argument 1": 0})
+    assert tuple(net(ones(6, 3), ones(6)).shape) == (6, 3)
+
+
+@ON_MXNET
+def test_layers_that_mxnet_does_not_train_on_several_contexts(
+        backend, devices):
+    from mxnet.gluon import contrib, nn
+    for layer, words in (
+            (contrib.nn.SyncBatchNorm(num_devices=3), "SyncBatchNorm.*waits"),
+            (nn.Conv2DTranspose(4, 2), "transposed convolution")):
+        layer.initialize()
+        with pytest.raises(ValueError, match=words):
+            mgpu.DataParallel(layer, devices)
+        mgpu.DataParallel(layer, devices[:1])

@@ -61,6 +61,8 @@ def parts(x: Any) -> tuple[list[Any], list[Any]] | None:
     if type(x) in (list, tuple, collections.deque) or hasattr(x, "_fields") \
             and isinstance(x, tuple):
         return list(range(len(x))), list(x)
+    if isinstance(x, tuple) and hasattr(x, "n_sequence_fields"):
+        return list(range(len(x))), list(x)     # torch.return_types
     return None
 
 

@@ -215,14 +215,15 @@ class BatchSplit:
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]
                    ) -> list[_Argument]:
-        unknown = {*self._axis_of, *self._whole} - {*self._names, *kwargs}
+        further = [f"argument {n}" for n in range(len(self._names),
+                                                  len(args))]
+        unknown = {*self._axis_of, *self._whole} - {
+            *self._names, *further, *kwargs}
         if unknown:
             raise TypeError(f"forward has no argument {min(unknown)!r}; got "
                             "it in batch_axis or whole. Its arguments are "
                             f"{', '.join(self._names)}.")
-        names = [*self._names[:len(args)], *(
-            f"argument {n}" for n in range(len(self._names), len(args))),
-            *kwargs]
+        names = [*self._names[:len(args)], *further, *kwargs]
         return list(map(self._argument, names, (*args, *kwargs.values())))
 
     def _argument(self, name: str, x: Any) -> _Argument:
@@ -242,6 +243,8 @@ class BatchSplit:
                devices: Sequence[Any], bounds: Sequence[tuple[int, int]]
                ) -> list[Any]:
         arrays, split = self._arrays, False
+        if one.axis not in (None, list) and not one.explicit:
+            self._check_lists(one, size)
 
         def part(device: Any, start: int, stop: int, x: Any) -> Any:
             nonlocal split
@@ -254,7 +257,7 @@ class BatchSplit:
                     f"argument {one.name!r} has shape {tuple(x.shape)} in a "
                     f"batch of {size} examples, which does not tell whether "
                     "it has an entry for each example. Pass batch_axis="
-                    f"{{{one.name!r}: 0}} to split it, or "
+                    f"{{{one.name!r}: {one.axis}}} to split it, or "
                     f"whole=({one.name!r},).")
             split = True
             return arrays.take(x, one.axis, start, stop, device)
@@ -269,13 +272,27 @@ class BatchSplit:
                                     partial(part, device, start, stop))
                  for device, (start, stop) in zip(devices, bounds,
                                                   strict=True)]
-        if not one.explicit and self._was_split.setdefault(
+        there = bool(containers.arrays_in(one.value, arrays.is_array))
+        if there and not one.explicit and self._was_split.setdefault(
                 one.name, split) != split:
             raise ValueError(
                 f"argument {one.name!r} was {'' if not split else 'not '}"
                 f"split in an earlier batch. Pass batch_axis={{{one.name!r}: "
-                f"0}} to split it, or whole=({one.name!r},).")
+                f"{one.axis}}} to split it, or whole=({one.name!r},).")
         return parts
+
+    def _check_lists(self, one: _Argument, size: int) -> None:
+        """Refuse a list that may have an item for each example."""
+        for found in _lists(one.value):
+            if len(found) == size and not all(
+                    self._arrays.is_array(x) and x.shape[one.axis:][:1]
+                    == (size,) for x in found):
+                raise ValueError(
+                    f"argument {one.name!r} has a list of {size} items in a "
+                    f"batch of {size} examples, which does not tell whether "
+                    "it has an item for each example. Pass batch_axis="
+                    f"{{{one.name!r}: list}} to split it, or "
+                    f"whole=({one.name!r},).")
 
 
 class Joining:
@@ -345,9 +362,11 @@ class Joining:
                                   for item in own or ()], x)
         found = containers.parts(x)
         if found is None:
-            if not all(other is x or np.all(other == x) for other in xs):
-                raise ValueError(f"{name} differs between devices: {xs}. "
-                                 "Return a value for each example.")
+            if not all(other is x or np.all(other == x) for other in xs) \
+                    or not self._is_constant(x, place, get):
+                raise ValueError(
+                    f"{name} depends on the examples of a device: "
+                    f"{str(xs)[:80]}. Return a value for each example.")
             return x
         if type(x) is list and self._is_list(xs, place, get):
             return [containers.replace(item, arrays.is_array, partial(
@@ -360,6 +379,17 @@ class Joining:
                        f"{name}[{key!r}]", (*place, n),
                        partial(_entry, get, n))
             for n, key in enumerate(found[0])])
+
+    def _is_constant(self, x: Any, place: tuple[Any, ...],
+                     get: Callable[[Probed], Any]) -> bool:
+        """Whether a number, or a shape, is the same for other examples."""
+        if isinstance(x, (bool, str)) \
+                or not isinstance(x, (int, float, complex, tuple)):
+            return True
+        if place not in self._known:
+            other = self._seen(get)[0] if len(set(self.sizes)) == 1 else x
+            self._known[place] = other is None or other == x
+        return bool(self._known[place])
 
     def _seen(self, get: Callable[[Probed], Any]) -> tuple[Any, int]:
         """What the probe gave at a place, or None, for how many examples."""
@@ -404,6 +434,15 @@ class Joining:
                 self._known[key] = isinstance(other, list) \
                     and len(other) == size
         return bool(self._known[key])
+
+
+def _lists(x: Any) -> Iterator[list[Any]]:
+    """The outermost lists in `x`."""
+    if type(x) is list:
+        yield x
+        return
+    for value in (containers.parts(x) or ((), ()))[1]:
+        yield from _lists(value)
 
 
 def _entry(get: Callable[[Probed], Any], n: int, probed: Probed) -> Any:

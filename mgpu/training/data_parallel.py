@@ -70,7 +70,8 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
     def synchronize(active: Sequence[int]) -> Any:
         meeting = Meeting(active)
         return SyncBatchNorm(backend, meeting), partial(meeting.run, backend)
-    names = [p.name for p in backend.network(net).inputs()]
+    names = [p.name for p in backend.network(net).inputs()
+             if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return backend.data_parallel(
         net, devices, BatchSplit(names, batch_axis, whole,
                                  backend.batch_arrays),

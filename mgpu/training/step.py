@@ -62,7 +62,8 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         Cut the batch into so many parts (fewer where it has fewer rows),
         which pass one after the other: less memory, and the numbers of one
         pass, but for what depends on rows together or on the number of
-        passes (batch norm, dropout). Not with lists of other than arrays.
+        passes (batch norm, dropout, a loss that is one number: the mean over
+        the parts). Not with lists of other than arrays.
     clip_norm : float, optional
         The largest norm of all gradients of the mean loss together
         (`Trainer.step_parts`).

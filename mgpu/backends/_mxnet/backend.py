@@ -20,6 +20,7 @@ from mgpu.backends._mxnet.block_tree import is_recorded
 from mgpu.backends._mxnet.data_parallel import Arrays, DataParallel
 from mgpu.backends._mxnet.framework import (findings, mx,
                                            native_context, one_thread)
+from mgpu.backends._mxnet.limits import check_layers
 from mgpu.backends._mxnet.network import MXNetNetwork
 from mgpu.backends._mxnet.ops import MXNetOps, dtype_of, is_np
 from mgpu.backends._mxnet.states import settle_all
@@ -365,9 +366,11 @@ class MXNetBackend(base.Backend):
     # -- running on several devices -----------------------------------------
 
     def data_parallel(self, net, devices, split, remake, synchronize):
-        return DataParallel(MXNetNetwork(self, net),
-                            [self.handle(d) for d in devices], split, remake,
-                            synchronize)
+        network = MXNetNetwork(self, net)
+        if len(devices) > 1:
+            check_layers(net, network.entries, None, devices)
+        return DataParallel(network, [self.handle(d) for d in devices],
+                            split, remake, synchronize)
 
     def parallel(self, thunks, *, rendezvous=False) -> list[Any]:
         if not rendezvous or len(thunks) < 2:

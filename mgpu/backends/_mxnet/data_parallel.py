@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mgpu.backends import base
 from mgpu.backends._mxnet.block_tree import on_context
 from mgpu.backends._mxnet.copies import ContextCopies, run_aside
 from mgpu.backends._mxnet.framework import mx
@@ -142,17 +143,22 @@ class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
             return copies.probe(call[0], len(contexts) - 1), stop - start
         joining = split.joining(bounds, contexts[0], (
             autograd.is_training(), autograd.is_recording()), probe)
-        with self._joint(range(len(calls))):
+        with self._joint(range(len(calls)), calls[0][0]):
             outputs = copies.run({i: inputs for i, (inputs, _)
                                   in enumerate(calls)}, joining.batch())
         return split.compared(joining.output(list(outputs.values())),
                               expected)
 
-    def _joint(self, active: Sequence[int]) -> AbstractContextManager[None]:
+    def _joint(self, active: Sequence[int], inputs: tuple[Any, ...]
+               ) -> AbstractContextManager[None]:
         """In the block batch norms that train have joint statistics, if they
         are to."""
         if self._synchronize is None:
             return nullcontext()
+        if any(p._deferred_init for p in self.collect_params().values()):
+            home = self._copies.contexts[0]     # shapes, before layers meet
+            self._layers.infer_shapes(inputs, base.Device(
+                home.device_type, home.device_id))
         if autograd.is_recording() and autograd.is_training():
             return self._layers.use_batch_norm(*self._synchronize(active))
         return self._layers.predicting(True)

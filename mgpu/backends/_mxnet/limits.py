@@ -75,10 +75,19 @@ def check_layers(net: Any, entries: Sequence[Any], dtype: str | None,
             "begin_state= in float64.")
     check_slopes(net, devices)
     kinds = {np.dtype(dtype or p.dtype) for _, p, _ in entries}
-    if np.dtype("float32") in kinds \
-            and any(d.kind == "cpu" for d in devices) \
-            and os.environ.get("MXNET_MKLDNN_ENABLED") != "0" \
-            and (wrong := [*dict.fromkeys(_last_windows(net))]):
+    if np.dtype("float32") not in kinds \
+            or all(d.kind != "cpu" for d in devices) \
+            or os.environ.get("MXNET_MKLDNN_ENABLED") == "0":
+        return
+    transposed = [path for path, block in named_blocks(net)
+                  if getattr(block, "_op_name", "") == "Deconvolution"]
+    if transposed and len(devices) > 1:
+        raise ValueError(
+            "MXNet has no float32 gradient of a transposed convolution on "
+            f"several CPU devices; received {transposed} on {len(devices)} "
+            "devices. Use float64, one device, or the environment variable "
+            "MXNET_MKLDNN_ENABLED=0.")
+    if wrong := [*dict.fromkeys(_last_windows(net))]:
         raise ValueError(
             "MXNet computes a wrong float32 gradient of average pooling "
             "on CPUs where the last window goes beyond the edge; received "

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from mgpu.backends import base
+from mgpu.backends import base, messages
 from mgpu.backends._torch.graph import recomputing
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -24,6 +26,29 @@ DROPOUTS = {nn.Dropout: 0, nn.Dropout1d: 2, nn.Dropout2d: 2, nn.Dropout3d: 2}
 _ROWS = {nn.Dropout1d: 3, nn.Dropout3d: 5}
 
 Forward = Callable[[Any], Any]
+
+
+def check_joined(net: nn.Module) -> None:
+    """Refuse layers under ``batch_norm="sync"`` that keep running statistics
+    of each device's rows."""
+    found = [path for path, m in net.named_modules()
+             if isinstance(m, INSTANCE_NORMS) and m.running_mean is not None]
+    if found:
+        raise messages.not_joined(found)
+
+
+class NoFunctionalBatchNorm(TorchFunctionMode):
+    """Inside, layers of the user's own do not normalise by the rows of one
+    device."""
+
+    def __torch_function__(self, function: Any, types: Any,
+                           args: tuple[Any, ...] = (), kwargs: Any = None
+                           ) -> Any:
+        kwargs = kwargs or {}
+        if function in (F.batch_norm, torch.batch_norm) and kwargs.get(
+                "training", len(args) > 5 and args[5]):
+            raise messages.not_joined(["F.batch_norm"])
+        return function(*args, **kwargs)
 
 
 #: how many numbers `take_number` has taken from each default stream

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from mgpu.backends import base, messages
+from mgpu.backends import base
 from mgpu.backends._torch import strict
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              INSTANCE_NORMS,
+                                             NoFunctionalBatchNorm,
                                              batch_norm_forward,
                                              computes_itself,
                                              dropout_forward,
@@ -203,7 +202,7 @@ class GluonMeaning(Meaning):
         if i in self._between and not self._probing:
             blocks.append(self._between[i])
         if network.normalise is not None:
-            blocks.append(_NoFunctionalBatchNorm())
+            blocks.append(NoFunctionalBatchNorm())
         if options.autocast is not None:
             blocks.append(autocast(self._handles[i], options))
         if torch.is_grad_enabled() and not network.backend.is_recording():
@@ -365,20 +364,6 @@ def watch_layer(module: nn.Module, path: str, index: int, between: Between,
 
 def _cloned(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, torch.Tensor) else x
-
-
-class _NoFunctionalBatchNorm(TorchFunctionMode):
-    """Inside, layers of the user's own do not normalise by the rows of one
-    device."""
-
-    def __torch_function__(self, function: Any, types: Any,
-                           args: tuple[Any, ...] = (), kwargs: Any = None
-                           ) -> Any:
-        kwargs = kwargs or {}
-        if function in (F.batch_norm, torch.batch_norm) and kwargs.get(
-                "training", len(args) > 5 and args[5]):
-            raise messages.not_joined(["F.batch_norm"])
-        return function(*args, **kwargs)
 
 
 def channels_last(x: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from mgpu.backends import base, messages
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
-                                             INSTANCE_NORMS, computes_itself,
+                                             check_joined, computes_itself,
                                              is_gluons_dropout,
                                              masked_forward, takes_masks)
 from mgpu.backends._torch.compiled import check_compiler
@@ -477,11 +477,7 @@ class TorchNetwork(base.Network):
                and not has_fixed_statistics(m)]
         if own:
             raise messages.own_batch_norm(own)
-        not_joined = [path for path, m in self.net.named_modules()
-                      if isinstance(m, INSTANCE_NORMS)
-                      and m.running_mean is not None]
-        if not_joined:
-            raise messages.not_joined(not_joined)
+        check_joined(self.net)
         with self._using("normalise", normalise), self._using("runner", run):
             yield
 

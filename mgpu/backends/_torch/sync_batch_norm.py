@@ -1,13 +1,16 @@
 """Batch norm in training with the statistics of all devices' examples, in
 torch's arithmetic."""
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import nn
 
-from mgpu.backends._torch.arithmetic import (BATCH_NORMS, computes_itself,
+from mgpu.backends._torch.arithmetic import (BATCH_NORMS,
+                                             NoFunctionalBatchNorm,
+                                             check_joined, computes_itself,
                                              moves_statistics)
 from mgpu.backends._torch.boundary import Runner
 from mgpu.backends._torch.copies import Meaning
@@ -46,6 +49,21 @@ class Synchronized(Meaning):
     def dresses(self) -> bool:
         return self._mean is not None
 
+    @contextlib.contextmanager
+    def probing(self, i: int) -> Iterator[None]:
+        # One device by itself has nobody to meet.
+        before, self._mean = self._mean, None
+        try:
+            yield
+        finally:
+            self._mean = before
+
+    def call(self, i: int, net: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._mean is None:
+            return net(*args, **kwargs)
+        with NoFunctionalBatchNorm():
+            return net(*args, **kwargs)
+
     def dress(self, i: int, net: nn.Module, layers: Sequence[nn.Module]
               ) -> None:
         if self._mean is not None:
@@ -60,7 +78,10 @@ def synchronize(net: nn.Module, index: int, mean: Mean) -> None:
     ------
     TypeError
         A batch-norm layer with a forward of its own.
+    ValueError
+        An instance norm with running statistics.
     """
+    check_joined(net)
     for name, layer in net.named_modules():
         if isinstance(layer, BATCH_NORMS) and layer.training:
             if computes_itself(layer):

@@ -191,11 +191,11 @@ class Tree:
     def _add(self, module: nn.Module) -> None:
         if id(module) in self._found:
             return
-        kinds = {cls.__name__ for cls in type(module).__mro__}
-        if kinds & _UNSUPPORTED:
-            raise TypeError(
-                f"a {type(module).__name__} cannot be copied to several "
-                "devices. Pass the plain module.")
+        for one in (module, *module._modules.values()):
+            if _UNSUPPORTED & {cls.__name__ for cls in type(one).__mro__}:
+                raise TypeError(
+                    f"a {type(one).__name__} cannot be copied to several "
+                    "devices. Pass the plain module.")
         self._found[id(module)] = module
         for x in (*module._parameters.values(), *module._buffers.values()):
             if x is not None:
