@@ -75,7 +75,7 @@ def from_gluon(symbol: Any, params: FilePath | None = None,
         If a file cannot be opened.
     """
     if dtype is not None:
-        one_of("dtype", dtype, ("float32", "float64", "float16"))
+        dtype = str(one_of("dtype", dtype, ("float32", "float64", "float16")))
     one_of("softmax", softmax, (True, False))
     live = callable(getattr(symbol, "export", None)) \
         and callable(getattr(symbol, "collect_params", None))

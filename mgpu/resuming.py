@@ -702,6 +702,10 @@ def _general_notes(trainer: Trainer, scale: float | None) -> Iterator[str]:
     replicas, rule = trainer.replicas, trainer.optimizer
     layers = {p.name.rpartition(".")[0] for p in replicas.buffers()
               if p.kind in STATISTICS}
+    if layers:
+        yield (f"the running statistics of {len(layers)} layers are those of "
+               "the file on every device: with batch_norm='per_device' "
+               "several devices go on with their own")
     trained = {name.rpartition(".")[0] for name, request
                in replicas.grad_reqs().items() if request != "null"}
     if trained and layers - trained:

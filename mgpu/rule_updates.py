@@ -152,9 +152,9 @@ def updates_of(replicas: Replicas, optimizer: Any, options: dict[str, Any],
         raise TypeError(
             "lr_scheduler is called with the number of an update; received "
             f"{type(schedule).__name__}. Use mgpu.lr_scheduler, or a "
-            "function: lambda n: 0.1 * 0.5 ** (n // 100). (A schedule of "
-            "torch's belongs to an optimizer object: give the Trainer that, "
-            "and step the schedule as in torch.)")
+            "function: lambda n: 0.1 * 0.5 ** (n // 100). For a "
+            "schedule of torch's, give the Trainer its optimizer object, and "
+            "step the schedule as in torch.")
     own, is_rule = None, isinstance(optimizer, Optimizer)
     if not isinstance(optimizer, (str, Optimizer)):
         known = backends.given(optimizer)

@@ -840,6 +840,7 @@ def test_what_train_batch_demands(backend):
             check_per_example(values, 5)
         assert str(refused.value) == (
             "the loss must return one value per example, shape (5,), or "
-            f"several, whose mean counts; received {received}. Use a loss of "
+            "several, whose mean counts, or one number in an array; "
+            f"received {received}. Use a loss of "
             "mgpu.losses, or wrap one that averages: "
             "mgpu.losses.per_example(loss); on torch also reduction='none'.")

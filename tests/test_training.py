@@ -397,7 +397,8 @@ def test_wrong_batches_and_losses_change_nothing(engine):
             (lambda out, y: 0.5, "float"), (lambda out, y: None, "NoneType")):
         refuse(lambda: mgpu.train_batch(X, y, replicas, wrong, trainer),
                ValueError, "the loss must return one value per example, "
-               "shape (6,), or several, whose mean counts; received "
+               "shape (6,), or several, whose mean counts, or one number in "
+               "an array; received "
                f"{received}. Use a loss of mgpu.losses, or wrap one that "
                "averages: mgpu.losses.per_example(loss); on torch also "
                "reduction='none'.")

@@ -505,8 +505,9 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     accumulate : int
         So many batches are one step, as of all their rows together (a loss
         that is one number is averaged over the batches); the last step of an
-        epoch takes those that are left. The passes are theirs: batch norm and dropout see one batch after the other. The
-        batches of a step are drawn before it. The history counts steps, and
+        epoch takes those that are left. The passes are theirs: batch norm
+        and dropout see one batch after the other. The batches of a step are
+        drawn before it. The history counts steps, and
         so does `checkpoint_every`. A run is resumed with the same number.
     clip_norm : float, optional
         As in `train_batch`.
