@@ -461,7 +461,8 @@ class DeviceCopies:
         if first:
             values = copies[first].arrays.values()
             # torch's batch norm writes to them without counting it.
-            uncounted = set(map(id, tree.statistics))
+            uncounted = {id(x) for x in tree.statistics
+                         if self._meaning.own_statistics}
             for x, value, old, new in zip(
                     tree.arrays.values(), values, copies[first].stamps,
                     _stamps(values), strict=True):
