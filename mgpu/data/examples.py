@@ -105,8 +105,9 @@ class BatchSplit:
             if not apart <= bound * max(1.0, np.abs(b).max(initial=0)):
                 warnings.warn(
                     f"MGPU_DEBUG: {name} on several devices differs from one "
-                    f"device by {apart:.2g}. Forward looks across examples: "
-                    "batch norm per device, or a mean over the batch.",
+                    f"device by {apart:.2g}. Forward looks across examples "
+                    "(batch norm per device, a mean over the batch), or "
+                    "batch_axis= or whole= does not fit an argument.",
                     RuntimeWarning, stacklevel=3)
                 break
         return output
