@@ -6,10 +6,12 @@ import signal
 import sys
 import threading
 
+import numpy as np
 import pytest
 
 import mgpu
 from contract import flags, gradient, leaf, modes, recording
+from helpers import on_torch
 
 
 @pytest.fixture
@@ -206,3 +208,25 @@ def test_no_signal_cuts_work_in_the_hosts_memory_short(backend, count,
     finally:
         signal.signal(number, before)
     assert done == [1] * count
+
+
+@on_torch
+def test_backward_passes_of_networks_apart_run_at_the_same_time(backend):
+    """Each waits for the other; losses with a common leaf have one pass."""
+    barrier = threading.Barrier(2, timeout=30)
+
+    def wait(gradient):
+        barrier.wait()
+    xs = [backend.put(np.ones(3), mgpu.cpu(i)) for i in range(2)]
+    for x in xs:
+        mgpu.attach_grad(x)
+    with mgpu.record():
+        losses = [x * 2 for x in xs]
+    for loss in losses:
+        loss.register_hook(wait)
+    mgpu.backward(losses)
+    assert [mgpu.grad(x).tolist() for x in xs] == [[2.0] * 3] * 2
+    with mgpu.record():
+        losses = [xs[0] * 2, xs[0] * 3]
+    mgpu.backward(losses)
+    assert mgpu.grad(xs[0]).tolist() == [5.0] * 3

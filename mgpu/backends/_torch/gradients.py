@@ -3,13 +3,14 @@ them, and which of them a step has used."""
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from mgpu.backends import messages
 from mgpu.backends._torch.boundary import devices_of
-from mgpu.backends._torch.graph import read, total
+from mgpu.backends._torch.graph import are_apart, read, total
 from mgpu.backends._torch.ops import name_of_dtype
 from mgpu.backends._torch.weak import WeakTable
 
@@ -51,6 +52,8 @@ class _State:
 
 class Gradients:
     """The part of `mgpu.backends.base.Backend` about gradients."""
+
+    run: Any        # of the backend: thunks, one for each device
 
     def __init__(self) -> None:
         self._states = WeakTable()
@@ -113,7 +116,11 @@ class Gradients:
         if hides:
             leaves = [x for state in self._states.values()
                       if (x := state.tensor()) is not None]
-        self._overwrite(totals, leaves)
+        # Networks of the user's own, one for each device: on GPUs autograd
+        # itself runs them at the same time.
+        apart = len(losses) > 1 and not hides and all(
+            loss.device.type == "cpu" for loss in losses) and are_apart(losses)
+        self._overwrite(totals, leaves, apart)
 
     def mean_on(self, loss: Any) -> int | None:
         node = loss.grad_fn if loss.dim() == 0 else None
@@ -124,11 +131,12 @@ class Gradients:
         devices = devices_of(loss)
         return devices.pop() if len(devices) == 1 else None
 
-    def _overwrite(self, totals: Sequence[Any], leaves: Sequence[Any]
-                   ) -> None:
-        """A backward pass that forgets the old gradients of the `leaves` that
-        it reaches, where their request is "write". After an error they are
-        there again."""
+    def _overwrite(self, totals: Sequence[Any], leaves: Sequence[Any],
+                   apart: bool) -> None:
+        """A backward pass, or one for each of `totals` where these are
+        `apart`, that forgets the old gradients of the `leaves` that it
+        reaches, where their request is "write". After an error they are there
+        again."""
         before = []
         for x in leaves:
             known = self._states.get(id(x))
@@ -138,7 +146,11 @@ class Gradients:
                 x.grad = None
         done = False
         try:
-            torch.autograd.backward(totals)
+            if apart:
+                self.run([partial(torch.autograd.backward, x)
+                          for x in totals])
+            else:
+                torch.autograd.backward(totals)
             done = True
         finally:
             for x, gradient in before:

@@ -32,6 +32,17 @@ def nodes(losses: Sequence[Any]) -> list[Any]:
     return found
 
 
+def are_apart(losses: Sequence[Any]) -> bool:
+    """Whether no two of the losses depend on the same node."""
+    seen: set[Any] = set()
+    for loss in losses:
+        found = nodes([loss])
+        if loss.is_leaf or not seen.isdisjoint(found):
+            return False
+        seen.update(found)
+    return True
+
+
 def total(loss: Any) -> Any:
     """The sum of a loss, from which a backward pass starts."""
     # Not backward(loss, ones): torch imports SymPy to look at the ones, and
