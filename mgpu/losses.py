@@ -33,12 +33,7 @@ Array = Any
 def _native(*arrays: Array) -> base.Backend:
     """The backend, whose arrays these are."""
     backend = get_backend()
-    for x in arrays:
-        if not backend.is_native(x):
-            messages.refuse_foreign(x, backend.name)
-            raise TypeError(f"a loss takes arrays of the {backend.name} "
-                            f"backend; received {type(x).__name__}. Use "
-                            "mgpu.put(x, device).")
+    messages.check_native(arrays, backend, "a loss takes")
     return backend
 
 

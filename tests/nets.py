@@ -161,6 +161,23 @@ def torch_layer(function):
     return torch_block(lambda nn: {}, lambda net, x: function(x))()
 
 
+def functional_norm(columns):
+    """A torch module that normalises by ``F.batch_norm`` of its own."""
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(columns))
+            self.register_buffer("var", torch.ones(columns))
+
+        def forward(self, x):
+            return nn.functional.batch_norm(x, self.mean, self.var,
+                                            training=self.training)
+    return Net()
+
+
 def two_dense(*between):
     """In torch, for pictures of (1, 8, 8) in 3 classes: flatten, dense, what
     is given, dense."""

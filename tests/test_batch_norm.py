@@ -12,6 +12,7 @@ import pytest
 import mgpu
 from helpers import (ENGINES, assert_bit_equal, bricks, convnet,
                      relative_difference, using_engine, worst)
+from nets import functional_norm
 
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
 TORCH = [engine for engine in ENGINES if engine == "torch"]
@@ -756,20 +757,10 @@ def test_sync_refuses_a_layer_with_a_forward_pass_of_its_own(engine, devices):
 @pytest.mark.parametrize("kind", ["instance norm", "function"])
 def test_sync_refuses_what_it_cannot_join(kind):
     with mgpu.using_backend("torch"):
-        import torch
         from torch import nn
-
-        class Own(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.register_buffer("mean", torch.zeros(4))
-                self.register_buffer("var", torch.ones(4))
-
-            def forward(self, x):
-                return nn.functional.batch_norm(x, self.mean, self.var,
-                                                training=self.training)
-        layer, words = (Own(), "F.batch_norm") if kind == "function" else (
-            nn.InstanceNorm2d(4, track_running_stats=True), "1")
+        layer, words = (functional_norm(4), "F.batch_norm") \
+            if kind == "function" else (
+                nn.InstanceNorm2d(4, track_running_stats=True), "1")
         net = nn.Sequential(nn.Conv2d(2, 4, 3), layer)
         replicas = mgpu.initialize(net, on(2), batch_norm="sync")
         before = replicas.export_numpy()

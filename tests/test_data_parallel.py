@@ -11,6 +11,7 @@ import pytest
 import mgpu
 from conftest import BACKENDS
 from helpers import on
+from nets import functional_norm
 
 #: batch sizes: even, uneven, one example, fewer than devices
 SIZES = (8, 7, 8, 3, 1, 8)
@@ -896,17 +897,8 @@ def test_functional_and_instance_norms_are_not_joined(backend, devices):
     import torch
     from torch import nn
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(6))
-            self.register_buffer("var", torch.ones(6))
-
-        def forward(self, x):
-            return nn.functional.batch_norm(x, self.mean, self.var,
-                                            training=self.training)
     X = torch.ones(6, 6)
-    for net, x in ((Net(), X), (nn.InstanceNorm1d(
+    for net, x in ((functional_norm(6), X), (nn.InstanceNorm1d(
             2, track_running_stats=True), X.reshape(6, 2, 3))):
         with pytest.raises(ValueError, match="joins the framework's batch-n"):
             mgpu.DataParallel(net, devices, batch_norm="sync")(x)

@@ -59,6 +59,17 @@ def refuse_foreign(x: Any, backend: str) -> None:
             "backend, then mgpu.put.")
 
 
+def check_native(arrays: Iterable[Any], backend: Any, takes: str,
+                 cure: str = "Use mgpu.put(x, device).") -> None:
+    """TypeError for what is no array of `backend`; `takes`: who takes them,
+    in words."""
+    for x in arrays:
+        if not backend.is_native(x):
+            refuse_foreign(x, backend.name)
+            raise TypeError(f"{takes} arrays of the {backend.name} backend; "
+                            f"received {type(x).__name__}. {cure}")
+
+
 def changed_layers(names: Iterable[str]) -> RuntimeError:
     """Layers, parameters or buffers came, went or were replaced."""
     return RuntimeError(

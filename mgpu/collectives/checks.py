@@ -23,12 +23,7 @@ def _native_list(data: Any) -> list[Array]:
     if not data:
         raise ValueError("data must hold at least one array; received an "
                          "empty list. Pass one array per device.")
-    for x in data:
-        if not backend.is_native(x):
-            messages.refuse_foreign(x, backend.name)
-            raise TypeError(f"data must hold arrays of the {backend.name} "
-                            f"backend; received {type(x).__name__}. Use "
-                            "mgpu.put(x, device).")
+    messages.check_native(data, backend, "data must hold")
     return list(data)
 
 

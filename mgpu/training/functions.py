@@ -111,12 +111,8 @@ def backward(losses: Any | Sequence[Any]) -> None:
         losses = [losses]
     numbers = [i for i, loss in enumerate(losses) if loss is not None]
     losses = [losses[i] for i in numbers]
-    for loss in losses:
-        if not backend.is_native(loss):
-            messages.refuse_foreign(loss, backend.name)
-            raise TypeError(f"backward takes arrays of the {backend.name} "
-                            f"backend; received {type(loss).__name__}. Pass "
-                            "what the loss returned.")
+    messages.check_native(losses, backend, "backward takes",
+                          "Pass what the loss returned.")
     if not losses:
         raise ValueError("backward needs at least one loss; received none. "
                          "Give some device rows.")

@@ -378,14 +378,8 @@ class TorchBackend(Gradients, base.Backend):
                 ) -> Callable[[], base.ContextManager]:
         return partial(undisturbed, stop)
 
-    @contextlib.contextmanager
-    def device_threads(self) -> Iterator[None]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+    def device_threads(self) -> base.ContextManager:
+        return openmp.threads(self.threads)
 
     def aside(self) -> base.ContextManager:
         return aside()

@@ -284,7 +284,7 @@ class _Keep(torch.autograd.Function):
 
 def devices_of(loss: torch.Tensor) -> set[int]:
     """The devices whose outputs a loss depends on, of several."""
-    return {node.i for node in nodes([loss])
+    return {node.i for node in nodes([loss])[0]
             if type(node) is _Keep._backward_cls}
 
 

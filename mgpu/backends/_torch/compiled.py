@@ -14,6 +14,7 @@ from torch._functorch import config as functorch
 from torch.func import functional_call
 
 from mgpu.backends._torch.arithmetic import draw_mask, mask_shape
+from mgpu.backends._torch.openmp import threads
 
 _numbers = itertools.count()
 _by_number: "weakref.WeakValueDictionary[int, Any]" = \
@@ -55,20 +56,6 @@ def _options() -> Iterator[None]:
     with functorch.patch(force_non_lazy_backward_lowering=True), \
             dynamo.patch(skip_nnmodule_hook_guards=False):  # hooks may change
         yield
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Inside the block, this thread computes on `count` cores, the number
-    that compiled code is made for. The thread may be the user's own."""
-    before = torch.get_num_threads()
-    if before != count:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        if before != count:
-            torch.set_num_threads(before)
 
 
 #: for how many shapes of inputs (and other conditions) a replica's training

@@ -24,6 +24,7 @@ from mgpu.backends import containers
 from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Ended, Joint,
                                            Runner, Sources, told)
 from mgpu.backends._torch.graph import read
+from mgpu.backends._torch.openmp import threads
 from mgpu.backends._torch.streams import Draws, Queue, watch
 from mgpu.backends._torch.tree import (TABLES, Contents, Tree, made_more,
                                        plain_network, redirect, version)
@@ -580,7 +581,10 @@ class DeviceCopies:
                 results = together(thunks, lambda n: turn(devices[n]))
             else:
                 results = []
-                with self._threads_of_devices(len(thunks)):
+                # As many as in passes at the same time: the same sums, to
+                # the bit.
+                with threads(self._run([torch.get_num_threads]
+                                       * len(thunks))[0]):
                     for i, thunk in zip(devices, thunks, strict=True):
                         with turn(i):
                             results.append(thunk())
@@ -588,18 +592,6 @@ class DeviceCopies:
             parametrize._cache = {}
         return results, known or any(drawn) or any(
             cache.used for cache in caches.values())
-
-    @contextlib.contextmanager
-    def _threads_of_devices(self, count: int) -> Iterator[None]:
-        """Inside the block an operation uses as many threads as in passes of
-        `count` devices at the same time: the same sums, to the bit."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(
-            self._run([torch.get_num_threads] * count)[0])
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
 
     def _backward(self, devices: Sequence[int], thunks: Sequence[Any]
                   ) -> list[Any]:

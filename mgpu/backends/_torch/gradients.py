@@ -10,7 +10,7 @@ import torch
 
 from mgpu.backends import messages
 from mgpu.backends._torch.boundary import devices_of
-from mgpu.backends._torch.graph import are_apart, read, total
+from mgpu.backends._torch.graph import read, total
 from mgpu.backends._torch.ops import name_of_dtype
 from mgpu.backends._torch.weak import WeakTable
 
@@ -112,15 +112,15 @@ class Gradients:
         if not all(loss.requires_grad for loss in losses):
             raise messages.not_recorded()
         totals = [total(loss) for loss in losses]
-        leaves, hides = read(losses)
+        leaves, hides, apart = read(losses)
         if hides:
             leaves = [x for state in self._states.values()
                       if (x := state.tensor()) is not None]
         # Networks of the user's own, one for each device: on GPUs autograd
         # itself runs them at the same time.
-        apart = len(losses) > 1 and not hides and all(
-            loss.device.type == "cpu" for loss in losses) and are_apart(losses)
-        self._overwrite(totals, leaves, apart)
+        at_once = apart and not hides and len(losses) > 1 and all(
+            loss.device.type == "cpu" for loss in losses)
+        self._overwrite(totals, leaves, at_once)
 
     def mean_on(self, loss: Any) -> int | None:
         node = loss.grad_fn if loss.dim() == 0 else None
@@ -132,9 +132,9 @@ class Gradients:
         return devices.pop() if len(devices) == 1 else None
 
     def _overwrite(self, totals: Sequence[Any], leaves: Sequence[Any],
-                   apart: bool) -> None:
-        """A backward pass, or one for each of `totals` where these are
-        `apart`, that forgets the old gradients of the `leaves` that it
+                   at_once: bool) -> None:
+        """A backward pass, or one for each of `totals` `at_once`, that
+        forgets the old gradients of the `leaves` that it
         reaches, where their request is "write". After an error they are there
         again."""
         before = []
@@ -146,7 +146,7 @@ class Gradients:
                 x.grad = None
         done = False
         try:
-            if apart:
+            if at_once:
                 self.run([partial(torch.autograd.backward, x)
                           for x in totals])
             else:

@@ -7,40 +7,36 @@ import torch
 _Accumulate = torch._C._functions.AccumulateGrad
 
 
-def read(losses: Sequence[Any]) -> tuple[list[Any], bool]:
-    """The tensors whose gradients a backward pass of `losses` writes, and
-    whether there may be more: reentrant checkpoints hide what is inside
-    them."""
+def read(losses: Sequence[Any]) -> tuple[list[Any], bool, bool]:
+    """The tensors whose gradients a backward pass of `losses` writes; whether
+    there may be more: reentrant checkpoints hide what is inside them; and
+    whether no two losses depend on the same node."""
     leaves, hides = [loss for loss in losses if loss.is_leaf], False
-    for node in nodes(losses):
+    apart = not leaves
+    found, shared = nodes(losses)
+    for node in found:
         kind = type(node)
         if kind is _Accumulate:
             leaves.append(node.variable)
         hides |= kind.__name__ == "CheckpointFunctionBackward"
-    return leaves, hides
+    return leaves, hides, apart and not shared
 
 
-def nodes(losses: Sequence[Any]) -> list[Any]:
-    """All nodes that the losses depend on."""
-    seen = {loss.grad_fn for loss in losses if not loss.is_leaf}
-    found = list(seen)
-    for node in found:
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                found.append(following)
-    return found
-
-
-def are_apart(losses: Sequence[Any]) -> bool:
-    """Whether no two of the losses depend on the same node."""
-    seen: set[Any] = set()
-    for loss in losses:
-        found = nodes([loss])
-        if loss.is_leaf or not seen.isdisjoint(found):
-            return False
-        seen.update(found)
-    return True
+def nodes(losses: Sequence[Any]) -> tuple[list[Any], bool]:
+    """All nodes that the losses depend on, and whether two depend on the
+    same one."""
+    first: dict[Any, int] = {}      # node -> the number of a loss
+    shared = False
+    for number, loss in enumerate(losses):
+        waiting = [] if loss.is_leaf else [loss.grad_fn]
+        for node in waiting:
+            if node in first:
+                shared |= first[node] != number
+                continue
+            first[node] = number
+            waiting += [following for following, _ in node.next_functions
+                        if following is not None]
+    return list(first), shared
 
 
 def total(loss: Any) -> Any:

@@ -1,7 +1,8 @@
 """OpenMP's threads of the thread that calls torch."""
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -32,3 +33,17 @@ def end_threads() -> None:
     devices need: LeNet in float64 on two devices took a quarter longer.
     """
     _pause()()
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Inside the block, this thread computes on `count` cores. The thread may
+    be the user's own."""
+    before = torch.get_num_threads()
+    if before != count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if before != count:
+            torch.set_num_threads(before)
