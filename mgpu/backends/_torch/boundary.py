@@ -30,6 +30,13 @@ Runner = Callable[..., list[Any]]
 Ended = Callable[[bool], None]
 
 
+class Running:
+    """Whether a backward pass adds to leaves now. It stays so where an
+    interrupt comes before they are empty again."""
+
+    now = False
+
+
 @dataclass
 class DeviceGraph:
     """What one device's pass has recorded.
@@ -45,8 +52,8 @@ class DeviceGraph:
         It is one with those of the other devices, by joint statistics.
     retained : bool
         A part of another graph, which runs later: it is not freed.
-    running : bool
-        Its backward pass is running.
+    running : Running
+        Whether its backward pass is running.
     """
 
     leaves: dict[int, torch.Tensor]
@@ -54,7 +61,7 @@ class DeviceGraph:
     names: list[str | None] = field(default_factory=list)
     connected: bool = False
     retained: bool = False
-    running: bool = False
+    running: Running = field(default_factory=Running)
 
 
 class _Hold:
@@ -139,7 +146,7 @@ class Joint:
             torch.autograd.backward([r for r, _ in pairs],
                                     [h for _, h in pairs], retain_graph=keep)
         for graph, *_ in work.values():
-            graph.running = True
+            graph.running.now = True
         try:
             if self.one_call or any(g.connected for g, *_ in work.values()):
                 pairs = [pair for graph, heads, _ in work.values()
@@ -159,7 +166,7 @@ class Joint:
             for graph, *_ in work.values():
                 for leaf in graph.leaves.values():
                     leaf.grad = None
-                graph.running = False
+                graph.running.now = False
 
     def differentiable_sums(
             self, work: dict[int, tuple[DeviceGraph, Any, bool]],

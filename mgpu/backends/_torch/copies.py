@@ -9,7 +9,6 @@ import copy
 import functools
 import random
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from torch.nn.utils import parametrize
 
 from mgpu.backends import containers
 from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Ended, Joint,
-                                           Runner, Sources, told)
+                                           Runner, Running, Sources, told)
 from mgpu.backends._torch.graph import read
 from mgpu.backends._torch.openmp import threads
 from mgpu.backends._torch.streams import Draws, Queue, watch
@@ -169,8 +168,7 @@ class DeviceCopies:
         self._by_chance = False     # which device drew what, in the last pass
         self._checked: Any = None
         self._tree: Tree | None = None      # of the last pass
-        #: leaves of the last pass, and its graph: not kept alive here
-        self._last: list[tuple[list[Any], weakref.ref[DeviceGraph]]] = []
+        self._last: list[tuple[list[Any], Running]] = []    # leaves
         self._joint = Joint(
             self._backward, any(d.type != "cpu" for d in devices),
             lambda: self._lock)
@@ -626,7 +624,7 @@ class DeviceCopies:
         inputs = list(sources)
         if not all(isinstance(x, nn.Parameter) for x in inputs):
             inputs = _reached(graphs, inputs)
-        self._last = [(list(graph.leaves.values()), weakref.ref(graph))
+        self._last = [(list(graph.leaves.values()), graph.running)
                       for graph in graphs.values()]
         joined = self._joint.connect(graphs, inputs, ended)
         for i in outputs:
@@ -654,9 +652,8 @@ class DeviceCopies:
     # -- checks ---------------------------------------------------------------
 
     def _check_last(self) -> None:
-        if any(leaf.grad is not None for leaves, known in self._last
-               if (graph := known()) is None or not graph.running
-               for leaf in leaves):
+        if any(leaf.grad is not None for leaves, running in self._last
+               if not running.now for leaf in leaves):
             self._last = []
             raise RuntimeError(
                 "a loss of the last pass used a tensor that forward left in "
