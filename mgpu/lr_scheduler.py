@@ -9,6 +9,7 @@ be asked twice, out of order, or by two trainers.
 `Trainer` takes any callable ``f(num_update: int) -> float``; these classes
 are only the usual ones. `num_update` counts from 1 at the first step.
 """
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -165,14 +166,10 @@ class MultiFactorScheduler(LRScheduler):
                  warmup_begin_lr: float = 0, warmup_mode: str = "linear"
                  ) -> None:
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
-        if not isinstance(step, (list, tuple)) or not step:
-            raise ValueError("step must be a list of one or more integers; "
-                             f"received {step!r}. For equal distances use "
-                             "FactorScheduler.")
         self.step = [integer("each step", s, 1) for s in step]
-        if any(a >= b for a, b in zip(self.step, self.step[1:])):
-            raise ValueError("step must increase from each entry to the "
-                             f"next; received {step!r}.")
+        if not step or any(a >= b for a, b in itertools.pairwise(self.step)):
+            raise ValueError("step must be a list of one or more integers "
+                             f"that increase; received {step!r}.")
         self.factor = number("factor", factor, 0, 1)
 
     def after_warmup(self, num_update: int) -> float:
