@@ -107,9 +107,9 @@ def test_what_is_no_rows_is_refused(backend):
             ((X, X[:3]), {}, ValueError, "received 3 or 23"),
             (3, {}, TypeError, "an iterable of batches"),
             (iter([X]), {"batch_size": 3}, TypeError,
-             "iterator and batch_size"),
+             "iterator and batch_size=3"),
             (X, {"batch_size": 0}, ValueError, "batch_size must be an int"),
-            (X, {"device": mgpu.cpu(5)}, ValueError, "Predict where it is")):
+            (X, {"device": mgpu.cpu(5)}, ValueError, "Use it where it is")):
         with pytest.raises(kind, match=words):
             replicas.predict(wrong, **options)
 
