@@ -497,6 +497,8 @@ def draw_parameter(kind: str, shape: Sequence[int] | None,
         A kind that is never drawn ("other": such values are copied as they
         are), an unknown or empty shape, another dtype, a negative seed or
         index, a bad initialiser, or values that are not finite in `dtype`.
+    TypeError
+        A dtype that NumPy does not have.
     """
     rules = {**_BY_KIND, "weight": Uniform() if init is None else init}
     rule = rules[one_of("kind", kind, rules)] if own is None else own[0]

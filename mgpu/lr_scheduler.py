@@ -58,13 +58,9 @@ class LRScheduler:
                  ) -> None:
         self.base_lr = number("base_lr", base_lr, 0)
         self.warmup_steps = integer("warmup_steps", warmup_steps, 0)
-        self.warmup_begin_lr = number("warmup_begin_lr", warmup_begin_lr, 0)
+        self.warmup_begin_lr = number("warmup_begin_lr", warmup_begin_lr, 0,
+                                      self.base_lr)
         self.warmup_final_lr = self.base_lr
-        if self.warmup_begin_lr > self.base_lr:
-            raise ValueError(
-                "a warm-up starts at or below base_lr; received "
-                f"warmup_begin_lr={warmup_begin_lr!r} and base_lr="
-                f"{base_lr!r}. Lower the one or raise the other.")
         self.warmup_mode = one_of("warmup_mode", warmup_mode,
                                   ("linear", "constant"))
 
@@ -188,12 +184,8 @@ class _Decay(LRScheduler):
                  warmup_begin_lr: float = 0, warmup_mode: str = "linear"
                  ) -> None:
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
-        self.max_update = integer("max_update", max_update, 1)
-        if self.max_update <= self.warmup_steps:
-            raise ValueError(
-                "the warm-up must end before max_update; received "
-                f"max_update={max_update!r} and warmup_steps="
-                f"{warmup_steps!r}. Raise the one or lower the other.")
+        self.max_update = integer("max_update", max_update,
+                                  self.warmup_steps + 1)
         self.base_lr_orig = self.base_lr
         self.final_lr = number("final_lr", final_lr, 0)
         self.max_steps = self.max_update - self.warmup_steps

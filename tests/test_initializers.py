@@ -142,7 +142,6 @@ class TestAgainstGluon:
             assert create(theirs) == create(theirs.dumps()) == init
         assert Constant(mx.nd.array([1, 2])) == Constant([1, 2])
 
-    def test_options_beside_an_object_of_gluons_are_refused(self, mx):
         with pytest.raises(ValueError, match="sigma with it"):
             create(mx.init.Normal(), sigma=1)
 

@@ -149,7 +149,7 @@ BAD = [
     (lambda: LRScheduler(base_lr=-1), "base_lr must .* received -1"),
     (lambda: LRScheduler(base_lr="0.1"), "base_lr must .* '0.1'"),
     (lambda: LRScheduler(0.1, 1.5), "warmup_steps must .* 1.5"),
-    (lambda: LRScheduler(0.1, 5, 0.2), "warmup_begin_lr=0.2 and base_lr=0.1"),
+    (lambda: LRScheduler(0.1, 5, 0.2), "begin_lr must .* 0.1 or less.* 0.2"),
     (lambda: LRScheduler(warmup_mode="cubic"), "'cubic'.*'linear', 'con"),
     (lambda: FactorScheduler(0), "step must .* 1 or more; received 0"),
     (lambda: FactorScheduler(1, 1.1), "factor must .* 1 or less.* 1.1"),
@@ -158,7 +158,7 @@ BAD = [
     (lambda: MultiFactorScheduler([2, 2]), r"increase.* \[2, 2\]"),
     (lambda: PolyScheduler(0), "max_update must .* 0"),
     (lambda: PolyScheduler(9, pwr=-1), "pwr must .* -1"),
-    (lambda: PolyScheduler(5, warmup_steps=5), "=5 and warmup_steps=5"),
+    (lambda: PolyScheduler(5, warmup_steps=5), "max_update .* 6 or more"),
     (lambda: CosineScheduler(9)(-1), "num_update must .* -1"),
 ]
 
