@@ -1,6 +1,5 @@
 """Accuracy by integer counts, on one or on all devices."""
 import dataclasses
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,20 +8,17 @@ from mgpu import distributed, metrics
 from mgpu.arguments import batches as as_batches
 from mgpu.arguments import integer
 from mgpu.backends import get_backend, using_backend
-from mgpu.backends.base import forward_call
 from mgpu.device import Device, as_device, as_devices
 from mgpu.inputs import as_rounds, choose, inputs_for, labels_of
 from mgpu.losses import check_per_example
 from mgpu.nested import (as_inputs, as_pair, examples_of, is_empty, is_whole,
                          leaves, rows_of)
+from mgpu.prediction import devices_of, run_on
 from mgpu.prefetching import place_of
 from mgpu.replicas import Replicas
 from mgpu.split import split_batch
 
 DataIter = Iterable[tuple[Any, Any]]
-
-#: what cannot be a network: it runs where its caller says
-_FUNCTIONS = (types.FunctionType, types.MethodType, partial)
 
 
 def accuracy(y_hat: Any, y: Any) -> int:
@@ -67,9 +63,7 @@ def check_scores(output: Any) -> None:
             "the accuracy on test_iter is that of one array of scores (n, "
             f"classes); received an output of shape {shape}, a "
             f"{type(output).__name__}. Pass test_iter=None, and a measure of "
-            "your own as evaluate=: lambda: mgpu.evaluate_accuracy_gpus([lamb"
-            "da x, run=run: run(x) > 0 for run in replicas], test_iter, "
-            "devices=replicas.devices) is the accuracy of a single score.")
+            "your own as evaluate=: see the guide on training.")
 
 
 def evaluate_accuracy_gpu(net: Any, data_iter: DataIter,
@@ -83,10 +77,8 @@ def evaluate_accuracy_gpu(net: Any, data_iter: DataIter,
     device : device, optional
         Default: the first that the network lives on.
     """
-    if isinstance(net, _FUNCTIONS):
-        net = [net]
     if device is None:
-        device = _devices_of(net, None)[0]
+        device = _places(net, None)[0]
     return evaluate_accuracy_gpus(net, data_iter, device=device)
 
 
@@ -132,67 +124,102 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
     """
     if device is not None and devices is not None:
         raise ValueError("device= names one device and devices= all; "
-                         f"received {device!r} and {devices!r}. Give one of "
-                         "them.")
-    def count(outputs: list[Any], labels: list[Any], _: Any) -> int:
-        # Of all devices, also where one fails: MXNet raises what nobody has
-        # waited for in a later call.
-        return sum(get_backend().parallel([
-            partial(_correct, *pair) for pair in zip(outputs, labels)]))
-    with using_backend(net.backend.name if isinstance(net, Replicas)
-                       else get_backend().name):
-        places = _devices_of(net, devices) if device is None \
-            else as_devices([device])
-        return _mean("evaluate_accuracy_gpus", net, data_iter, places,
-                     split_f, 0, count)
+                         f"received {device!r} and {devices!r}.")
+    return _evaluated(
+        "evaluate_accuracy_gpus", net, data_iter, _Correct("accuracy"),
+        devices if device is None else [device], split_f)[1]
 
 
-def _mean(name: str, net: Any, data: DataIter, places: list[Device],
-          split_f: Callable, batch_axis: int, count: Callable[..., int],
-          loss: Callable[[Any, Any], Any] | None = None) -> float:
-    """Call ``count(outputs, labels, loss)`` for each batch, in prediction
-    mode. Returns the sum of what it returns over all processes, divided by
-    the number of examples."""
-    total = rows = 0
-    backend, world = get_backend(), distributed.current()
+class _Correct(metrics.EvalMetric):
+    """The share of correct predictions, by `accuracy`."""
+
+    def measure(self, labels: Any, preds: Any) -> tuple[int, list[int]]:
+        return len(labels), [accuracy(preds, labels)]
+
+
+def _evaluated(name: str, net: Any, data: DataIter,
+               metric: metrics.EvalMetric, wanted: Any, split_f: Callable,
+               batch_axis: int = 0,
+               loss: Callable[[Any, Any], Any] | None = None
+               ) -> tuple[Any, Any]:
+    """``metric.get()`` of all batches, of all processes, in prediction
+    mode."""
+    rows, world = 0, distributed.current()
     own = net if isinstance(net, Replicas) else None
-    with world.guard(), backend.scope(recording=False, training=False):
-        predict = _predict(net, places)
+    metric.reset()
+    with using_backend(own.backend.name if own else get_backend().name) \
+            as backend, world.guard(), backend.scope(recording=False,
+                                                     training=False):
+        places = _places(net, wanted)
+        network, functions = _network(net), _functions(net, places)
         place = place_of(data) if world.size > 1 else None
         for X, y in map(as_pair, as_rounds(data)):
             X_shards, y_shards, judge = split_inputs(
                 X, y, places, split_f, batch_axis,
-                partial(_parameters, net), loss)
-            outputs = predict(X_shards)
-            total += count(outputs, y_shards, judge)
+                lambda: () if network is None else network.inputs(), loss)
+            # Of replicas one pass, which leaves all devices what it keeps.
+            outputs = run_on(functions, X_shards) \
+                if own is None or places != own.devices else own(X_shards)
             rows += sum(rows_of(labels, batch_axis) or 0
                         for output, labels in zip(outputs, y_shards)
                         if output is not None)
+            if judge is not None:
+                outputs = backend.parallel([
+                    partial(_loss, judge, batch_axis, *pair)
+                    for pair in zip(outputs, y_shards)])
+            for output in outputs:
+                _check_single(output)
+            metric.update(y_shards, outputs)
     # of all processes: each has its rows of the data
-    told = world.gather(name, [total, rows, place, None if own is None
-                               else own.digest()])
+    told = world.gather(name, [rows, place, own and own.digest()])
     world.batch_taken()     # one that a loop was left with
-    world.check_orders([place for *_, place, _ in told],
+    world.check_orders([place for _, place, _ in told],
                        "evaluate on one order of batches")
     if own is not None:
         own.check_digests([digest for *_, digest in told])
-    total, rows = (sum(one[i] for one in told) for i in range(2))
-    if not rows:
+    if not any(rows for rows, *_ in told):
         raise ValueError("an evaluation needs one example or more; received "
                          "none. Use a data iterator that can be gone through "
                          "again, such as a list.")
-    return total / rows
+    return metric.get()
 
 
-def _parameters(net: Any) -> Any:
-    """Those of forward; of functions, which take a dict whole, none."""
+def _network(net: Any) -> Any:
+    """The network of replicas, or one of the framework; None for functions,
+    which run where their caller says."""
+    if isinstance(net, Replicas):
+        return net.network
+    try:
+        return None if isinstance(net, (list, tuple)) \
+            else get_backend().network(net)
+    except TypeError:
+        if callable(net):
+            return None
+        raise
+
+
+def _places(net: Any, wanted: Any) -> list[Device]:
+    """The devices that `net` is evaluated on."""
+    if isinstance(net, Replicas):
+        return devices_of(net, wanted)
+    network = _network(net)
+    return as_devices(wanted) if wanted is not None or network is None \
+        else [as_device(d) for d in network.devices()]
+
+
+def _functions(net: Any, places: list[Device]) -> list[Any]:
+    """What each device calls."""
+    if isinstance(net, Replicas):
+        return [net[net.devices.index(d)] for d in places]
     if isinstance(net, (list, tuple)):
-        return ()
-    return (net.network if isinstance(net, Replicas)
-            else get_backend().network(net)).inputs()
+        return [_functions(entry, [place])[0]
+                for entry, place in zip(net, places, strict=True)]
+    network = _network(net)
+    return [net] * len(places) if network is None \
+        else network.predictors(places)
 
 
-def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
+def evaluate(replicas: Any, data: DataIter, metric: Any, *,
              loss: Callable[[Any, Any], Any] | None = None,
              split_f: Callable = split_batch, device: Any = None,
              batch_axis: int = 0) -> tuple[Any, Any]:
@@ -203,7 +230,7 @@ def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
 
     Parameters
     ----------
-    replicas : Replicas
+    replicas : Replicas, or another `net` of `evaluate_accuracy_gpus`
     data : iterable of (X, y)
     metric : metric of `mgpu.metrics`, its name, or a list of them
         Reset first, so it may be used again.
@@ -229,40 +256,19 @@ def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
         No data; a device that the network is not on; what
         `EvalMetric.update` refuses.
     TypeError
-        No replicas, or no metric; `loss` without a metric of losses, or the
+        No network, or no metric; `loss` without a metric of losses, or the
         other way round.
     """
-    if not isinstance(replicas, Replicas):
-        raise TypeError("expected the Replicas that mgpu.initialize returns; "
-                        f"received {type(replicas).__name__}.")
     metric = metrics.create(metric)
     if metric.of_outputs != (loss is None):
         raise TypeError(
-            "the metric Loss takes losses, and all others the network's "
-            f"outputs; received {metric!r} "
-            + ("without loss=. Pass the loss."
-               if loss is None and metric.of_outputs is False
-               else f"and loss={'None' if loss is None else '...'}. "
-               "Evaluate each kind by itself."))
-    data = as_batches("data", data)
-    batch_axis = integer("batch_axis", batch_axis, 0)
-    metric.reset()
-
-    def count(outputs: list[Any], labels: list[Any], judge: Any) -> int:
-        if judge is not None:
-            outputs = get_backend().parallel([
-                partial(_loss, judge, batch_axis, *pair)
-                for pair in zip(outputs, labels)])
-        else:
-            for output in outputs:
-                _check_single(output, "a metric", "update it with what "
-                              "replicas(shards) returns.")
-        metric.update(labels, outputs)
-        return 0
-    with using_backend(replicas.backend.name):
-        _mean("evaluate", replicas, data, replicas.devices if device is None
-              else as_devices([device]), split_f, batch_axis, count, loss)
-        return metric.get()
+            "loss= belongs to the metric Loss, and the outputs to all others; "
+            f"received {metric!r} and loss={loss!r}. Evaluate each kind by "
+            "itself.")
+    return _evaluated(
+        "evaluate", replicas, as_batches("data", data), metric,
+        None if device is None else [device], split_f, integer(
+            "batch_axis", batch_axis, 0), loss)
 
 
 def _loss(loss: Callable[[Any, Any], Any], batch_axis: int, output: Any,
@@ -288,13 +294,7 @@ def split_inputs(X: Any, y: Any, devices: Sequence[Device], split_f: Callable,
     else:
         if split_f is split_batch:
             split_f = partial(split_batch, batch_axis=batch_axis)
-        shards = split_f(X, y, devices)
-        if not isinstance(shards, (tuple, list)) or len(shards) != 2:
-            raise TypeError(
-                "split_f(X, y, devices) returns two lists, the shards of X "
-                f"and those of y; received {type(shards).__name__}. Use "
-                "mgpu.split_batch, or return (X_shards, y_shards).")
-        X_shards, y_shards = shards
+        X_shards, y_shards = split_f(X, y, devices)
     if whole:
         choice, label = choose(X, parameters()), None
         if loss is None:
@@ -314,77 +314,13 @@ def check_place(replicas: Replicas, device: Any) -> None:
     """Refuse a device that the replicas are not on (ValueError), as an
     evaluation on it would."""
     with using_backend(replicas.backend.name):
-        _runners(replicas, as_devices([device]))
+        devices_of(replicas, [device])
 
 
-def _predict(net: Any, places: list[Device]
-             ) -> Callable[[Sequence[Any]], list[Any]]:
-    """A function of shards that gives an output, or None, for each."""
-    if isinstance(net, Replicas) and places == net.devices:
-        # One pass, which leaves all devices what it keeps.
-        return lambda shards: [None] * len(shards) if all(
-            is_empty(as_inputs(shard)) for shard in shards) else net(shards)
-    runners = _runners(net, places)
-    return lambda shards: get_backend().parallel([
-        partial(_run, run, shard) for run, shard in zip(runners, shards)])
-
-
-def _run(run: Callable[[Any], Any], shard: Any) -> Any:
-    inputs = as_inputs(shard)
-    return None if is_empty(inputs) else forward_call(run, inputs)()
-
-
-def _correct(output: Any, labels: Any) -> int:
-    if output is None:
-        return 0
-    _check_single(output, "an accuracy", "pass devices= and a list of "
-                  "functions, lambda x: replicas[i](x)[0] for device i.")
-    return accuracy(output, labels)
-
-
-def _check_single(output: Any, what: str, cure: str) -> None:
+def _check_single(output: Any) -> None:
     if output is not None and not any(x is output for x in leaves(output)):
         raise TypeError(
-            f"{what} is that of one array of scores; received a network "
-            f"whose output is a {type(output).__name__} of "
-            f"{len(leaves(output))} arrays. Choose one: {cure}")
-
-
-def _devices_of(net: Any, wanted: Any) -> list[Device]:
-    if wanted is not None:
-        return as_devices(wanted)
-    if isinstance(net, Replicas):
-        return net.devices
-    if isinstance(net, (list, tuple)):
-        raise ValueError("a list of callables runs where it is told; "
-                         f"received {len(net)} and no device. Pass devices=, "
-                         "one for each, or device= for a single one.")
-    return [as_device(d) for d in get_backend().network(net).devices()]
-
-
-def _runner(entry: Any, place: Device) -> Callable[[Any], Any]:
-    """One entry of a list of callables; a native network predicts."""
-    try:
-        network = get_backend().network(entry)
-    except TypeError:
-        if not callable(entry):
-            raise
-        return entry
-    return network.predictors([place])[0]
-
-
-def _runners(net: Any, places: list[Device]
-             ) -> Sequence[Callable[[Any], Any]]:
-    if isinstance(net, Replicas):
-        absent = [d for d in places if d not in net.devices]
-        if absent:
-            raise ValueError(f"the network is on {net.devices}; received "
-                             f"{absent}. Evaluate where it is.")
-        return [net[net.devices.index(d)] for d in places]
-    if isinstance(net, (list, tuple)):
-        if len(net) != len(places):
-            raise ValueError(f"expected one callable per device; received "
-                             f"{len(net)} for {places}. Pass as many devices "
-                             "as callables.")
-        return [_runner(entry, place) for entry, place in zip(net, places)]
-    return get_backend().network(net).predictors(places)
+            "a measure is of one array of scores; received a network whose "
+            f"output is a {type(output).__name__} of {len(leaves(output))} "
+            "arrays. Choose one: pass devices= and a list of functions, "
+            "lambda x: replicas[i](x)[0] for device i, or update a metric.")

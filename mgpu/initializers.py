@@ -14,9 +14,9 @@ starts from is a rule of its own: `draw_parameter`.
 """
 import copy
 import dataclasses
+import inspect
 import json
 import math
-import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -34,23 +34,23 @@ __all__ = ["Initializer", "Zero", "One", "Constant", "Uniform", "Normal",
 _FACTOR_TYPES = ("avg", "in", "out")
 
 
-def _known_shape(shape: Any, axes: int = 0) -> tuple[int, ...]:
-    """`shape` as a tuple of positive ints, of so many `axes` or more;
-    ValueError for anything else."""
-    try:
-        known = tuple(operator.index(n) for n in shape)
-    except TypeError:
-        known = (0,)
-    if any(n < 1 for n in known):
+def _known_shape(shape: Sequence[int] | None, axes: int = 0
+                 ) -> tuple[int, ...]:
+    """`shape`, or ValueError if it is unknown or has fewer `axes`."""
+    known = (0,) if shape is None else tuple(shape)
+    if len(known) < axes or any(n < 1 for n in known):
         raise ValueError(
-            "values are drawn for a known shape without empty axes; received "
-            f"{shape!r}. Give the layer its input size, or pass a sample "
-            "batch so that the shapes can be inferred.")
-    if len(known) < axes:
-        raise ValueError(
-            f"this initialiser needs a weight of {axes} axes or more; "
-            f"received the shape {shape}. Use Normal, Uniform or Constant.")
+            f"the initialiser needs a weight of {axes} axes or more, none of "
+            f"them unknown or empty; received {shape!r}. Give the layer its "
+            "input size, or pass a sample batch.")
     return known
+
+
+def _random(kind: str, scale: float, shape: tuple[int, ...],
+            rng: np.random.Generator) -> np.ndarray:
+    """Uniform on [-scale, scale], or normal."""
+    return rng.uniform(-scale, scale, shape) if kind == "uniform" \
+        else rng.normal(0.0, scale, shape)
 
 
 def fans(shape: Sequence[int]) -> tuple[int, int]:
@@ -112,23 +112,20 @@ class Initializer(ABC):
             serve, or values that are not finite in `dtype`.
         """
         shape = _known_shape(shape)
-        values = np.asarray(self._named(name, shape, rng), np.float64)
-        if values.shape != shape:
-            raise ValueError(
-                f"{type(self).__name__}.sample must return the shape that it "
-                f"is asked for, {shape}; received {values.shape}.")
+        rule = self._of(name)
+        values = np.asarray(rule.sample(shape, rng), np.float64)
         with np.errstate(over="ignore"):        # refused below, in words
             values = values.astype(dtype)
-        if not np.isfinite(values).all():
+        if values.shape != shape or not np.isfinite(values).all():
             raise ValueError(
-                f"initial values must be finite in {values.dtype}; "
-                f"{type(self).__name__} drew others for the shape {shape}. "
-                "Use a smaller scale or a wider dtype.")
+                f"initial values must be finite in {values.dtype}, and of the "
+                f"shape {shape}; {type(rule).__name__} drew others, of shape "
+                f"{values.shape}. Use a smaller scale or a wider dtype.")
         return values
 
-    def _named(self, name: str, shape: tuple[int, ...],
-               rng: np.random.Generator) -> np.ndarray:
-        return self.sample(shape, rng)
+    def _of(self, name: str) -> "Initializer":
+        """What draws the parameter `name`."""
+        return self
 
     def check_names(self, names: Sequence[str], weights: Sequence[str]
                     ) -> None:
@@ -163,7 +160,7 @@ class One(Initializer):
         return np.ones(shape)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Constant(Initializer):
     """A given value.
 
@@ -174,39 +171,29 @@ class Constant(Initializer):
         shape. (`repr` spells arrays of up to 1000 numbers out.)
     """
 
-    value: Any
+    value: Any = dataclasses.field(compare=False)
+    _compared: Any = dataclasses.field(init=False)
 
     def __post_init__(self):
         # MXNet's arrays do not convert through np.asarray.
         value = getattr(self.value, "asnumpy", lambda: self.value)()
-        try:
-            value = np.array(value, dtype=np.float64)
-        except (TypeError, ValueError):
-            value = np.array(np.nan)
+        value = np.array(value, dtype=np.float64)
         if not np.isfinite(value).all():
             raise ValueError(
                 "value of Constant must be a finite number, or an array of "
                 f"them; received {self.value!r}.")
         value.setflags(write=False)
-        object.__setattr__(self, "value", value if value.ndim else
-                           float(value))
+        vars(self).update(value=value if value.ndim else float(value),
+                          _compared=(value.shape, value.tobytes()))
 
     def sample(self, shape, rng):
         return np.broadcast_to(self.value, shape)
 
-    def __eq__(self, other):
-        if type(other) is not type(self):
-            return NotImplemented
-        return np.array_equal(self.value, other.value)
-
-    def __hash__(self):
-        return hash((type(self), np.shape(self.value)))
-
     def __repr__(self):
-        value = self.value
-        if np.size(value) > 1000:
-            return f"Constant(value=<array of shape {value.shape}>)"
-        return f"Constant(value={np.asarray(value).tolist()!r})"
+        value = np.asarray(self.value)
+        return "Constant(value=" + (
+            f"<array of shape {value.shape}>" if value.size > 1000
+            else repr(value.tolist())) + ")"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +204,7 @@ class Uniform(Initializer):
     _options = {"scale": 0}
 
     def sample(self, shape, rng):
-        return rng.uniform(-self.scale, self.scale, shape)
+        return _random("uniform", self.scale, shape, rng)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +215,7 @@ class Normal(Initializer):
     _options = {"sigma": 0}
 
     def sample(self, shape, rng):
-        return rng.normal(0.0, self.sigma, shape)
+        return _random("normal", self.sigma, shape, rng)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,11 +244,8 @@ class Orthogonal(Initializer):
     def sample(self, shape, rng):
         shape = _known_shape(shape, 2)
         matrix = (shape[0], math.prod(shape[1:]))
-        if self.rand_type == "uniform":
-            start = rng.uniform(-1.0, 1.0, matrix)
-        else:
-            start = rng.normal(0.0, 1.0, matrix)
-        u, _, v = np.linalg.svd(start, full_matrices=False)
+        u, _, v = np.linalg.svd(_random(self.rand_type, 1.0, matrix, rng),
+                                full_matrices=False)
         return self.scale * (u if u.shape == matrix else v).reshape(shape)
 
 
@@ -293,10 +277,8 @@ class Xavier(Initializer):
         fan_in, fan_out = fans(shape)
         factor = {"avg": (fan_in + fan_out) / 2, "in": fan_in,
                   "out": fan_out}[self.factor_type]
-        c = math.sqrt(self.magnitude / factor)
-        if self.rnd_type == "uniform":
-            return rng.uniform(-c, c, shape)
-        return rng.normal(0.0, c, shape)
+        return _random(self.rnd_type, math.sqrt(self.magnitude / factor),
+                       shape, rng)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,44 +325,44 @@ class LSTMBias(Initializer):
     _options = {"forget_bias": -math.inf}
 
     def sample(self, shape, rng):
-        if not shape or shape[0] % 4:
-            raise ValueError(
-                "LSTMBias needs four blocks of equal size on axis 0; "
-                f"received the shape {shape}.")
         values = np.zeros(shape)
-        hidden = shape[0] // 4
-        values[hidden:2 * hidden] = self.forget_bias
+        np.split(values, 4)[1][:] = self.forget_bias
         return values
 
 
+#: Gluon's registered names, lower case.
+_NAMES: dict[str, Any] = {"zeros": Zero, "ones": One, **{
+    rule.__name__.lower(): rule for rule in Initializer.__subclasses__()}}
+
+
+@dataclasses.dataclass(frozen=True)
 class _Foreign(Initializer):
     """One of a framework's own, of a class that the user has written."""
 
-    def __init__(self, given: base.GivenInitializer) -> None:
-        self._given = given
+    given: base.GivenInitializer
+    name: str = "weight"
 
     def __repr__(self):
-        return self._given.text
+        return self.given.text
+
+    def _of(self, name):
+        return dataclasses.replace(self, name=name)
 
     def sample(self, shape, rng):
-        return self._named("weight", shape, rng)
-
-    def _named(self, name, shape, rng):
-        return self._given.draw(name, shape, rng)
+        return self.given.draw(self.name, shape, rng)
 
 
+@dataclasses.dataclass(frozen=True)
 class _ByName(Initializer):
     """MXNet's Mixed: the first whose pattern a name matches."""
 
-    def __init__(self, choices: list[tuple[re.Pattern[str], Initializer]]
-                 ) -> None:
-        self._choices = choices
+    choices: Sequence[tuple[re.Pattern[str], Initializer]]
 
     def __repr__(self):
-        return f"Mixed({[(p.pattern, rule) for p, rule in self._choices]!r})"
+        return f"Mixed({[(p.pattern, rule) for p, rule in self.choices]!r})"
 
     def check_names(self, names, weights):
-        for pattern, _ in self._choices:
+        for pattern, _ in self.choices:
             if not any(map(pattern.match, names)):
                 raise ValueError(
                     "patterns of mx.init.Mixed match names from their "
@@ -388,32 +370,20 @@ class _ByName(Initializer):
                     f"none of {list(names)}. These are paths, as in "
                     "'0.weight', not Gluon's 'dense0_weight'.")
         for name in weights:
-            self._choose(name)
+            self._of(name)
 
     def sample(self, shape, rng):
-        return self._named("weight", shape, rng)
+        return self._of("weight").sample(shape, rng)
 
-    def _named(self, name, shape, rng):
-        return self._choose(name).draw(shape, rng, name)
-
-    def _choose(self, name: str) -> Initializer:
-        for pattern, rule in self._choices:
+    def _of(self, name):
+        for pattern, rule in self.choices:
             if pattern.match(name):
-                return rule
+                return rule._of(name)
         raise ValueError(
             "a weight has the first initialiser of mx.init.Mixed whose "
             f"pattern its name matches; received {name!r} and "
-            f"{[pattern.pattern for pattern, _ in self._choices]}. Add '.*' "
+            f"{[pattern.pattern for pattern, _ in self.choices]}. Add '.*' "
             "with a default at the end.")
-
-
-#: Gluon's registered names, lower case.
-_NAMES: dict[str, type[Initializer]] = {
-    "zero": Zero, "zeros": Zero, "one": One, "ones": One,
-    "constant": Constant, "uniform": Uniform, "normal": Normal,
-    "orthogonal": Orthogonal, "xavier": Xavier, "msraprelu": MSRAPrelu,
-    "bilinear": Bilinear, "lstmbias": LSTMBias,
-}
 
 
 def create(init: Any, /, **options: Any) -> Initializer:
@@ -442,50 +412,34 @@ def create(init: Any, /, **options: Any) -> Initializer:
     TypeError
         Something that names no initialiser.
     """
-    name = init
-    if not isinstance(init, (Initializer, str, type)):
-        engine = given(init)
-        own = engine.initializer(init) if engine is not None else None
-        if isinstance(own, list):
-            return _ByName([(pattern, create(x)) for pattern, x in own])
-        if own is not None:
-            return _Foreign(own)
-    if not isinstance(init, (Initializer, str, type)) \
-            and hasattr(init, "dumps"):
-        # A copy: Gluon's Constant changes itself, and cannot do it twice.
-        name = copy.deepcopy(init).dumps()
-    if not isinstance(name, (Initializer, str)):
+    is_json = isinstance(init, str) and init.startswith("[")
+    if options and (is_json or not isinstance(init, str)):
+        raise ValueError(
+            f"options go with a name; received {init!r} and "
+            f"{', '.join(options)} with it. Set them where it is made.")
+    if isinstance(init, Initializer):
+        return init
+    if isinstance(init, str):
+        name, options = json.loads(init) if is_json else (init, options)
+        kind = _NAMES[one_of("initialiser", name.lower(), _NAMES)]
+        try:
+            return kind(**options)
+        except TypeError as error:
+            raise ValueError(f"wrong options of {kind.__name__}"
+                             f"{inspect.signature(kind)}: {error}") from None
+    engine = None if isinstance(init, type) else given(init)
+    own = None if engine is None else engine.initializer(init)
+    if isinstance(own, list):
+        return _ByName([(pattern, create(x)) for pattern, x in own])
+    if own is not None:
+        return _Foreign(own)
+    if isinstance(init, type) or not hasattr(init, "dumps"):
         raise TypeError(
             f"expected an initialiser; received {init!r} of type "
             f"{type(init).__name__}. Use for example Normal(0.01), an object "
-            "and not the class, or one of the names "
-            f"{', '.join(map(repr, _NAMES))}. Call a function of your own on "
-            "the network before mgpu.initialize, which keeps its values.")
-    is_json = isinstance(name, str) and name.startswith("[")
-    if options and (is_json or not isinstance(init, str)):
-        raise ValueError(
-            "options go with a name; received the initialiser "
-            f"{init!r} and {', '.join(options)} with it. Set the options "
-            "where the initialiser is made.")
-    if isinstance(name, Initializer):
-        return name
-    if is_json:
-        name, options = json.loads(name)
-    kind: Any = _NAMES.get(str(name).lower())
-    if kind is None:
-        raise ValueError(
-            f"unknown initialiser; received {name!r}. Use one of "
-            f"{', '.join(map(repr, _NAMES))}, or an object of a class of "
-            "mgpu.initializers.Initializer. What the framework draws stays: "
-            "initialize the network first, and pass no init=.")
-    try:
-        made: Initializer = kind(**options)
-    except TypeError as error:
-        raise ValueError(
-            f"wrong options of {kind.__name__}: {error}. They are "
-            f"{[field.name for field in dataclasses.fields(kind)]}."
-            ) from None
-    return made
+            f"and not the class, or one of the names {list(_NAMES)}.")
+    # A copy: Gluon's Constant changes itself, and cannot do it twice.
+    return create(copy.deepcopy(init).dumps())
 
 
 #: What the kinds other than weights start from (Gluon gives the layers'
@@ -543,26 +497,17 @@ def draw_parameter(kind: str, shape: Sequence[int] | None,
         A kind that is never drawn ("other": such values are copied as they
         are), an unknown or empty shape, another dtype, a negative seed or
         index, a bad initialiser, or values that are not finite in `dtype`.
+    TypeError
+        A dtype that NumPy does not have.
     """
-    if kind != "weight" and kind not in _BY_KIND:
-        raise ValueError(
-            "only a weight, "
-            f"{', '.join(_BY_KIND)} can be drawn; received the kind "
-            f"{kind!r}. Other values are copied from the network as they "
-            "are.")
-    if own is not None:
-        rule = create(own[0], **own[1])
-    elif kind != "weight":
-        rule = _BY_KIND[kind]
-    else:
-        rule = Uniform() if init is None else create(init)
-    try:        # NumPy would take None for float64
-        wanted = np.dtype("unknown" if dtype is None else dtype)
-    except TypeError:
-        wanted = np.dtype(bool)
+    rules = {**_BY_KIND, "weight": Uniform() if init is None else init}
+    rule = rules[one_of("kind", kind, rules)] if own is None else own[0]
+    options = own[1] if own else {}
+    # NumPy would take None for float64.
+    wanted = np.dtype("None" if dtype is None else dtype)
     if wanted.kind != "f":
         raise ValueError(
-            "initial values are drawn in a floating-point dtype that NumPy "
-            f"has; received {dtype!r}. Use 'float32' or 'float64'.")
-    return rule.draw(shape, np.random.default_rng(
+            "initial values are drawn in a floating-point dtype; received "
+            f"{dtype!r}. Use 'float32' or 'float64'.")
+    return create(rule, **options).draw(shape, np.random.default_rng(
         [integer("seed", seed, 0), integer("index", index, 0)]), name, wanted)

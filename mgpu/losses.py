@@ -14,9 +14,12 @@ for example (n, 1). Labels (but class numbers) and sample weights are brought
 to the dtype of `pred`.
 """
 import copy
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -25,65 +28,84 @@ from mgpu import distributed
 from mgpu.arguments import one_of
 from mgpu.backends import base, get_backend, messages
 from mgpu.errors import LabelError
-from mgpu.nested import axis_in, leaves
+from mgpu.nested import arrays_in, axis_in
 
 Array = Any
 
 
-def _native(*arrays: Array) -> base.Backend:
+def _native(*arrays: Array | None) -> base.Backend:
     """The backend, whose arrays these are."""
     backend = get_backend()
-    messages.check_native(arrays, backend, "a loss takes")
+    messages.check_native([x for x in arrays if x is not None], backend,
+                          "a loss takes")
     return backend
 
 
-def _check(pred: Array, label: Array, sample_weight: Array | None
-           ) -> base.Backend:
-    backend = _native(*(x for x in (pred, label, sample_weight)
-                        if x is not None))
-    shapes = [tuple(x.shape) for x in (pred, label)]
-    if shapes[0][:1] != shapes[1][:1] or () in shapes:
+def _as(ops: base.Ops, x: Array, pred: Array) -> Array:
+    return x if x.dtype == pred.dtype else ops.astype(x, pred.dtype)
+
+
+def _like(ops: base.Ops, x: Array, pred: Array,
+          shape: tuple[int, ...] | None = None) -> Array:
+    """`x` in the dtype of `pred`, and in its shape (or `shape`), which has as
+    many examples and elements."""
+    own = tuple(x.shape)
+    shape = tuple(pred.shape) if shape is None else shape
+    if own[:1] != shape[:1] or math.prod(own) != math.prod(shape) \
+            or () in (own, shape):
         raise ValueError(
-            "pred and label must have a row for each example; received "
-            f"shapes {shapes[0]} and {shapes[1]}. Give each row of pred its "
-            "label.")
-    return backend
+            "arrays of a loss must have equally many examples and elements; "
+            f"received shape {own} where {shape} is needed.")
+    x = _as(ops, x, pred)
+    return x if own == shape else x.reshape(shape)
+
+
+def _factor(ops: base.Ops, name: str, x: Array, pred: Array,
+            shape: tuple[int, ...]) -> Array:
+    """`x` in the dtype of `pred`, if it broadcasts to `shape`."""
+    own = tuple(x.shape)
+    if len(own) > len(shape) or any(
+            n not in (1, m) for n, m in zip(own[::-1], shape[::-1])):
+        raise ValueError(
+            f"{name} must broadcast to the shape {shape}; received shape "
+            f"{own}. For one number per example use "
+            f"{shape[:1] + (1,) * (len(shape) - 1)}.")
+    return _as(ops, x, pred)
+
+
+def _joined(join: Callable[..., Array], values: Array, axis: int = 0
+            ) -> Array:
+    """`values` with one number per example: all axes but `axis` joined."""
+    others = tuple(i for i in range(len(values.shape)) if i != axis)
+    return join(values, others) if others else values
 
 
 class Loss:
     """Base of the losses; `weight` is a global factor."""
 
     def __init__(self, weight: float | None = None, batch_axis: int = 0):
-        if type(batch_axis) is not int or batch_axis != 0:
-            raise ValueError(
-                "axis 0 has the examples, on all devices; received "
-                f"batch_axis={batch_axis!r}. Transpose the data.")
+        one_of("batch_axis", batch_axis, (0,))
         self.weight = weight
 
     def __call__(self, pred: Array, label: Array,
                  sample_weight: Array | None = None) -> Array:
-        backend = _check(pred, label, sample_weight)
-        return self._weighed(backend, self._values(backend, pred, label),
+        backend = _native(pred, label, sample_weight)
+        return self._weighed(backend.ops, self._values(backend, pred, label),
                              pred, sample_weight)
 
-    def _weighed(self, backend: base.Backend, loss: Array, pred: Array,
-                 sample_weight: Array | None) -> Array:
-        """Of the values `loss`, one per example."""
+    def _weighed(self, ops: base.Ops, values: Array, pred: Array,
+                 sample_weight: Array | None = None) -> Array:
+        """Of `values`, one per example."""
         if sample_weight is not None:
-            loss = self._to_weigh(loss, pred)
-            given, shape = tuple(sample_weight.shape), tuple(loss.shape)
-            if not _broadcasts(given, shape):
-                raise ValueError(
-                    f"sample_weight must broadcast to the shape {shape} of "
-                    f"the loss; received shape {given}. For one weight per "
-                    f"example use {shape[:1] + (1,) * (len(shape) - 1)}.")
-            loss = loss * _as(backend.ops, sample_weight, pred)
+            values = values * _factor(ops, "sample_weight", sample_weight,
+                                      pred, tuple(values.shape))
         if self.weight is not None:
-            loss = loss * self.weight
-        return self._per_example(backend.ops, loss)
+            values = values * self.weight
+        return self._per_example(ops, values)
 
     def _values(self, backend: base.Backend, pred: Array, label: Array
                 ) -> Array:
+        """In the shape that sample weights broadcast to."""
         return self._formula(backend.ops, pred,
                              _like(backend.ops, label, pred))
 
@@ -91,43 +113,13 @@ class Loss:
         """The values, of a label in the shape and dtype of `pred`."""
         raise NotImplementedError
 
-    def _to_weigh(self, loss: Array, pred: Array) -> Array:
-        """`_values` in the shape that sample weights broadcast to."""
-        return loss
-
-    def _per_example(self, ops: base.Ops, loss: Array) -> Array:
-        return _joined(ops.mean, loss)
+    def _per_example(self, ops: base.Ops, values: Array) -> Array:
+        return _joined(ops.mean, values)
 
     def __repr__(self) -> str:
         options = ", ".join(f"{k.lstrip('_')}={v!r}"
                             for k, v in vars(self).items() if v is not None)
         return f"{type(self).__name__}({options})"
-
-
-def _joined(join: Callable[..., Array], values: Array) -> Array:
-    """`values` with one number per example: all axes but the first joined."""
-    rest = tuple(range(1, len(values.shape)))
-    return join(values, rest) if rest else values
-
-
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    return len(shape) <= len(to) and all(
-        n in (1, m) for n, m in zip(shape[::-1], to[::-1]))
-
-
-def _as(ops: base.Ops, x: Array, pred: Array) -> Array:
-    return x if x.dtype == pred.dtype else ops.astype(x, pred.dtype)
-
-
-def _like(ops: base.Ops, label: Array, pred: Array) -> Array:
-    """`label` in the shape and dtype of `pred`."""
-    shapes = [tuple(x.shape) for x in (pred, label)]
-    if math.prod(shapes[0]) != math.prod(shapes[1]):
-        raise ValueError(
-            "pred and label must have equally many elements; received shapes "
-            f"{shapes[0]} and {shapes[1]}. Give each output its label.")
-    label = _as(ops, label, pred)
-    return label if shapes[0] == shapes[1] else label.reshape(shapes[0])
 
 
 class SoftmaxCrossEntropyLoss(Loss):
@@ -160,38 +152,26 @@ class SoftmaxCrossEntropyLoss(Loss):
         self.from_logits = from_logits
 
     def _values(self, backend, pred, label):
-        ops, dims = backend.ops, len(pred.shape)
-        axis = self.axis + dims if self.axis < 0 else self.axis
-        if not 0 < axis < dims:
-            raise ValueError(
-                f"pred of shape {tuple(pred.shape)} has no axis of classes "
-                f"{self.axis} behind its axis of examples, 0. Use an axis "
-                "that it has.")
-        if self.sparse_label:
-            wanted = tuple(pred.shape[:axis]) + tuple(pred.shape[axis + 1:])
-            kept = wanted[:axis] + (1,) + wanted[axis:]
-            if tuple(label.shape) == kept:
-                label = label.reshape(wanted)
-            if tuple(label.shape) != wanted:
-                raise ValueError(
-                    f"expected class numbers of shape {wanted} for pred of "
-                    f"shape {tuple(pred.shape)}; received "
-                    f"{tuple(label.shape)}. Use sparse_label=False for "
-                    "probabilities.")
-            numbers = backend.to_numpy(label)
-            check_classes(numbers, pred.shape[axis])
-            if numbers.dtype == bool:   # MXNet picks by numbers only
-                label = ops.astype(label, "int32")
+        ops, shape = backend.ops, tuple(pred.shape)
+        axis = one_of("axis behind that of the examples",
+                      self.axis + len(shape) * (self.axis < 0),
+                      range(1, len(shape)))
         if not self.from_logits:
             pred = ops.log_softmax(pred, axis)
-        if self.sparse_label:
-            return ops.nll(pred, label, axis)
-        return -ops.sum(pred * _like(ops, label, pred), axis)
-
-    def _to_weigh(self, loss, pred):
-        shape = list(pred.shape)
-        shape[self.axis] = 1
-        return loss.reshape(tuple(shape))
+        one = (*shape[:axis], 1, *shape[axis + 1:])
+        if not self.sparse_label:
+            return -ops.sum(pred * _like(ops, label, pred), axis, True)
+        plain = shape[:axis] + shape[axis + 1:]
+        if tuple(label.shape) not in (plain, one):
+            raise ValueError(
+                f"expected class numbers of shape {plain} for pred of shape "
+                f"{shape}; received {tuple(label.shape)}. Use "
+                "sparse_label=False for probabilities.")
+        numbers = backend.to_numpy(label)
+        check_classes(numbers, shape[axis])
+        if numbers.dtype == bool:       # MXNet picks by numbers only
+            label = ops.astype(label, "int32")
+        return ops.nll(pred, label.reshape(plain), axis).reshape(one)
 
 
 SoftmaxCELoss = SoftmaxCrossEntropyLoss
@@ -199,16 +179,11 @@ SoftmaxCELoss = SoftmaxCrossEntropyLoss
 
 def check_classes(labels: np.ndarray, classes: int) -> None:
     """Refuse what is not a class number, 0 .. classes - 1 (LabelError)."""
-    whole = labels.dtype.kind != "f" or (labels == np.trunc(labels)).all()
-    # Nearly always so, and in a third of the time of looking for the wrong
-    # one.
-    if not labels.size or (
-            whole and labels.min() >= 0 and labels.max() < classes):
-        return
     right = (labels >= 0) & (labels < classes) \
         & (labels == np.trunc(labels))      # NaN is wrong too
-    at = tuple(int(i) for i in np.argwhere(~right)[0])
-    raise LabelError(labels[at], at[0], classes)
+    if not right.all():
+        at = tuple(np.argwhere(~right)[0].tolist())
+        raise LabelError(labels[at], at[0], classes)
 
 
 class L2Loss(Loss):
@@ -240,16 +215,15 @@ class SigmoidBinaryCrossEntropyLoss(Loss):
     from_sigmoid : bool
         `pred` holds probabilities; Gluon adds 1e-12 inside each logarithm.
     pos_weight : float, optional
-        Factor of the term of the positive examples. A call takes it too, as
-        Gluon's: ``loss(pred, label, sample_weight, pos_weight)``; there it
+        Factor of the term of the positive examples. A call takes another
+        one, as Gluon's: ``loss(pred, label, sample_weight, pos_weight)``; it
         may be an array that broadcasts to the shape of `pred`, native or of
         NumPy, for example a factor for each class, shape (1, classes).
 
     Raises
     ------
     ValueError
-        When it is called: `pos_weight` is given both times, or does not
-        broadcast.
+        When it is called: `pos_weight` does not broadcast.
     """
 
     def __init__(self, from_sigmoid: bool = False,
@@ -259,44 +233,34 @@ class SigmoidBinaryCrossEntropyLoss(Loss):
         self.from_sigmoid, self.pos_weight = from_sigmoid, pos_weight
 
     def __call__(self, pred, label, sample_weight=None, pos_weight=None):
-        backend = _check(pred, label, sample_weight)
-        return self._weighed(
-            backend, self._values(backend, pred, label,
-                                  self._factor(backend, pred, pos_weight)),
-            pred, sample_weight)
+        backend = _native(pred, label, sample_weight)
+        if pos_weight is None:
+            pos_weight = self.pos_weight
+        if isinstance(pos_weight, np.ndarray):
+            pos_weight = backend.put(pos_weight, pred)
+        if not (pos_weight is None or isinstance(pos_weight, Real)):
+            pos_weight = _factor(_native(pos_weight).ops, "pos_weight",
+                                 pos_weight, pred, tuple(pred.shape))
+        values = self._formula(
+            backend.ops, pred, _like(backend.ops, label, pred), pos_weight)
+        return self._weighed(backend.ops, values, pred, sample_weight)
 
-    def _factor(self, backend, pred, given):
-        if given is None:
-            return self.pos_weight
-        if self.pos_weight is not None:
-            raise ValueError(
-                "pos_weight is given to the loss or to its call; received "
-                f"{self.pos_weight!r} and another one. Leave out one.")
-        if isinstance(given, (int, float, np.number)):
-            return float(given)
-        if isinstance(given, np.ndarray):
-            given = backend.put(given, pred)
-        _native(given)
-        if not _broadcasts(tuple(given.shape), tuple(pred.shape)):
-            raise ValueError(
-                f"pos_weight must broadcast to the shape {tuple(pred.shape)} "
-                f"of pred; received shape {tuple(given.shape)}. For one "
-                "factor per class use (1, classes).")
-        return _as(backend.ops, given, pred)
-
-    def _values(self, backend, pred, label, pos_weight=None):
-        ops = backend.ops
-        label = _like(ops, label, pred)
+    def _formula(self, ops, pred, label, pos_weight=None):
         if self.from_sigmoid:
             positive = ops.log(pred + 1e-12) * label
             if pos_weight is not None:
                 positive = positive * pos_weight
             return -(positive + ops.log(1.0 - pred + 1e-12) * (1.0 - label))
-        tail = ops.softplus(-ops.abs(pred))     # log(1 + exp(-|x|))
         if pos_weight is None:
-            return ops.relu(pred) - pred * label + tail
+            return _logistic(ops, pred, label)
         factor = 1.0 + label * (pos_weight - 1.0)
-        return pred - pred * label + factor * (tail + ops.relu(-pred))
+        return pred - pred * label + factor * (
+            ops.softplus(-ops.abs(pred)) + ops.relu(-pred))
+
+
+def _logistic(ops: base.Ops, x: Array, label: Array) -> Array:
+    """``log(1 + exp(x)) - x * label``, without overflow."""
+    return ops.relu(x) - x * label + ops.softplus(-ops.abs(x))
 
 
 SigmoidBCELoss = SigmoidBinaryCrossEntropyLoss
@@ -339,8 +303,8 @@ class KLDivLoss(Loss):
             pred = ops.log_softmax(pred, self.axis)
         return label * (ops.log(label + 1e-12) - pred)
 
-    def _per_example(self, ops, loss):
-        return _joined(ops.sum, loss)
+    def _per_example(self, ops, values):
+        return _joined(ops.sum, values)
 
 
 class HingeLoss(Loss):
@@ -384,7 +348,7 @@ class LogisticLoss(Loss):
     def _formula(self, ops, pred, label):
         if self.label_format == "signed":
             label = (label + 1.0) / 2.0
-        return ops.relu(pred) - pred * label + ops.softplus(-ops.abs(pred))
+        return _logistic(ops, pred, label)
 
 
 class PoissonNLLLoss(Loss):
@@ -421,33 +385,22 @@ class PoissonNLLLoss(Loss):
         return values
 
 
-def _parts(loss: Loss, names: tuple[str, ...], given: tuple[Any, ...],
-           optional: int = 0) -> list[Any]:
+def _parts(names: tuple[str, ...], *given: Any, optional: int = 0
+           ) -> list[Any]:
     """The arrays `given` to a call, one by one or in tuples, for `names`.
     What follows a first tuple of all that is needed is a label of no use."""
     if isinstance(given[0], (tuple, list)) and len(given[0]) == len(names):
         given = given[:1]
-    parts: list[Any] = []
-    for x in given:
-        parts += x if isinstance(x, (tuple, list)) else [x]
+    parts = [x for one in given for x in (
+        one if isinstance(one, (tuple, list)) else [one])]
     while parts and parts[-1] is None:
         parts.pop()
     if not len(names) - optional <= len(parts) <= len(names):
         raise TypeError(
-            f"{type(loss).__name__} takes {', '.join(names)}; received "
-            f"{len(parts)} arrays. Pass them one by one, or the outputs of "
-            "the network as a tuple in the place of the first.")
+            f"the loss takes {', '.join(names)}; received {len(parts)} "
+            "arrays. Pass them one by one, or the outputs of the network as "
+            "a tuple in the place of the first.")
     return parts + [None] * (len(names) - len(parts))
-
-
-def _same_shapes(names: tuple[str, ...], *arrays: Array) -> None:
-    shapes = [tuple(x.shape) for x in arrays]
-    if len({shape[:1] for shape in shapes}) > 1 or () in shapes \
-            or len({math.prod(shape) for shape in shapes}) > 1:
-        raise ValueError(
-            f"{', '.join(names)} must have equally many rows and elements; "
-            f"received shapes {', '.join(map(str, shapes))}. Give each row "
-            "its counterparts.")
 
 
 class TripletLoss(Loss):
@@ -465,15 +418,12 @@ class TripletLoss(Loss):
         self.margin = margin
 
     def __call__(self, pred, positive, negative=None):
-        names = ("pred", "positive", "negative")
-        parts = _parts(self, names, (pred, positive, negative))
-        backend = _native(*parts)
-        _same_shapes(names, *parts)
-        pred, ops = parts[0], backend.ops
-        near, far = (_like(ops, x, pred) - pred for x in parts[1:])
+        pred, *others = _parts(("pred", "positive", "negative"), pred,
+                               positive, negative)
+        ops = _native(pred, *others).ops
+        near, far = (_like(ops, x, pred) - pred for x in others)
         distance = _joined(ops.sum, near * near - far * far)
-        return self._weighed(backend, ops.relu(distance + self.margin), pred,
-                             None)
+        return self._weighed(ops, ops.relu(distance + self.margin), pred)
 
 
 class CosineEmbeddingLoss(Loss):
@@ -502,45 +452,35 @@ class CosineEmbeddingLoss(Loss):
     def __call__(       # type: ignore[override]
             self, input1, input2, label=None, sample_weight=None):
         input1, input2, label, sample_weight = _parts(
-            self, ("input1", "input2", "label", "sample_weight"),
-            (input1, input2, label, sample_weight), optional=1)
-        backend = _check(input1, label, sample_weight)
-        _native(input2)
-        _same_shapes(("input1", "input2"), input1, input2)
-        shape, ops = tuple(input2.shape), backend.ops
-        vectors = shape[:-1]
-        if not vectors or math.prod(label.shape) != math.prod(vectors):
-            raise ValueError(
-                "CosineEmbeddingLoss takes a label for each vector along the "
-                f"last axis; received inputs of shape {shape} and labels of "
-                f"shape {tuple(label.shape)}. Use inputs of shape (n, d) and "
-                "labels of shape (n,).")
+            ("input1", "input2", "label", "sample_weight"), input1, input2,
+            label, sample_weight, optional=1)
+        backend = _native(input1, input2, label, sample_weight)
+        ops, shape = backend.ops, tuple(input2.shape)
         signs = backend.to_numpy(label)
-        if not (np.abs(signs) == 1).all():
-            wrong = signs[np.abs(signs) != 1].flat[0]
+        wrong = signs[np.abs(signs) != 1]
+        if wrong.size:
             raise ValueError("labels of pairs are 1 or -1; received "
-                             f"{wrong}. Use 2 * label - 1 for 0 and 1.")
-        input1 = input1 if tuple(input1.shape) == shape \
-            else input1.reshape(shape)
+                             f"{wrong[0]}. Use 2 * label - 1 for 0 and 1.")
+        input1 = _like(ops, input1, input1, shape)
         input2 = _as(ops, input2, input1)
+        like = _like(ops, label, input1, shape[:-1]) * 0.5 + 0.5
         norm1, norm2 = (    # of a vector of zeros: no infinite slope
             ops.sqrt(ops.maximum(ops.sum(x * x, -1), 1e-30))
             for x in (input1, input2))
-        norms = norm1 * norm2
-        cosine = ops.sum(input1 * input2, -1) / ops.maximum(norms, 1e-12)
-        like = _as(ops, label, input1).reshape(vectors) * 0.5 + 0.5
+        cosine = ops.sum(input1 * input2, -1) / ops.maximum(norm1 * norm2,
+                                                            1e-12)
         values = (1.0 - cosine) * like \
             + ops.relu(cosine - self.margin) * (1.0 - like)
-        if len(vectors) == 1 and sample_weight is not None:
-            values = values.reshape((*vectors, 1))
-        return self._weighed(backend, values, input1, sample_weight)
+        if len(shape) == 2:
+            values = values.reshape((len(values), 1))
+        return self._weighed(ops, values, input1, sample_weight)
 
 
 class SDMLLoss(Loss):
     """Smoothed deep metric learning: each row of `x1` should be nearer to
     the same row of `x2` than to all others of the batch.
 
-    Called as ``loss(x1, x2)``, arrays of one shape (n, d), n at least 2; or
+    Called as ``loss(x1, x2)``, arrays of shape (n, d), n at least 2; or
     for a network that returns both ``loss((x1, x2), label)``, which
     `train_batch` does; `label` is not used.
 
@@ -558,34 +498,24 @@ class SDMLLoss(Loss):
 
     def __init__(self, smoothing_parameter: float = 0.3,
                  weight: float | None = 1.0, batch_axis: int = 0):
-        if weight not in (None, 1.0):
-            raise ValueError(
-                "SDMLLoss has no weight: Gluon's takes one and does not use "
-                f"it; received {weight!r}. Multiply its values.")
-        super().__init__(None, batch_axis)
+        super().__init__(one_of("weight", weight, (None, 1.0)), batch_axis)
         self.smoothing_parameter = smoothing_parameter
 
     def __call__(self, x1, x2):     # type: ignore[override]
-        x1, x2 = _parts(self, ("x1", "x2"), (x1, x2))
-        backend = _native(x1, x2)
-        shapes = [tuple(x.shape) for x in (x1, x2)]
-        if shapes[0] != shapes[1] or len(shapes[0]) != 2 or len(x1) < 2:
-            raise ValueError(
-                "SDMLLoss takes two arrays of one shape (n, d), with n at "
-                f"least 2; received shapes {shapes[0]} and {shapes[1]}. Give "
-                "each row its counterpart.")
+        x1, x2 = _parts(("x1", "x2"), x1, x2)
+        backend, (n, d) = _native(x1, x2), x1.shape
         many = max(parts_of_batch.get(), distributed.current().size)
-        if many > 1:
+        if many > 1 or n < 2:
             raise ValueError(
-                "SDMLLoss needs all rows of the batch at once, as each is "
-                f"compared with all others; received its rows in {many} "
-                "parts. Use one device and one process, or TripletLoss.")
-        ops, (n, d) = backend.ops, shapes[0]
-        p = self.smoothing_parameter
+                "SDMLLoss compares each example with all others of the batch;"
+                f" received {n} examples in one of {many} parts. Use one "
+                "device and one process, or TripletLoss.")
+        ops, p = backend.ops, self.smoothing_parameter
         labels = np.full((n, n), p / (n - 1))
         np.fill_diagonal(labels, 1 - p)
         labels = _as(ops, backend.put(labels, x1), x1)
-        gap = x1.reshape((n, 1, d)) - _as(ops, x2, x1).reshape((1, n, d))
+        gap = x1.reshape((n, 1, d)) - _like(ops, x2, x1, (n, d)).reshape(
+            (1, n, d))
         logs = ops.log_softmax(-ops.sum(gap * gap, 2), 1)
         return ops.sum(labels * (ops.log(labels + 1e-12) - logs), 1)
 
@@ -636,129 +566,103 @@ class CTCLoss(Loss):
     def __call__(       # type: ignore[override]
             self, pred, label, pred_lengths=None, label_lengths=None,
             sample_weight=None):
-        if isinstance(label, (tuple, list)) and 1 <= len(label) <= 3:
-            label, *lengths = label
-            given = [pred_lengths, label_lengths]
-            if lengths and given != [None, None]:
-                raise TypeError(
-                    "CTCLoss takes lengths in a tuple with the labels or as "
-                    "arguments; received both. Leave out one.")
-            pred_lengths, label_lengths = (lengths + given)[:2]
-        backend = _native(pred, label, *(
-            x for x in (pred_lengths, label_lengths, sample_weight)
-            if x is not None))
+        if isinstance(label, (tuple, list)):
+            given = {"pred_lengths": pred_lengths, "sample_weight":
+                     sample_weight, "label_lengths": label_lengths}
+            return self(pred, *label, **{
+                k: x for k, x in given.items() if x is not None})
+        backend = _native(pred, label, pred_lengths, label_lengths,
+                          sample_weight)
         time = self.layout.index("T")
         shape, labels = tuple(pred.shape), backend.to_numpy(label)
-        if self.label_layout == "TN" and labels.ndim == 2:
+        if self.label_layout == "TN":
             labels = labels.T
-        if len(shape) != 3 or labels.ndim != 2 \
-                or len(labels) != shape[1 - time]:
+        if shape[1 - time] != len(labels):
             raise ValueError(
                 f"CTCLoss takes pred of layout {self.layout} and labels of "
-                f"layout {self.label_layout}, with equally many rows; "
-                f"received shapes {shape} and {tuple(label.shape)}. Give "
-                "each row of pred its label.")
-        steps, longest, blank = shape[time], labels.shape[1], shape[2] - 1
-        if label_lengths is None:
-            valid = np.cumprod(labels != -1, 1).astype(bool)
-            if (labels[~valid] != -1).any():
-                raise ValueError(
-                    "-1 ends a label; received class numbers behind it. Put "
-                    "them in front, or give label_lengths.")
-            lengths = valid.sum(1)
-        else:
-            lengths = self._lengths(backend, "label_lengths", label_lengths,
-                                    0, longest, len(labels))
-            valid = np.arange(longest) < lengths[:, None]
+                f"layout {self.label_layout}; received shapes {shape} and "
+                f"{tuple(label.shape)}.")
+        (n, longest), steps, blank = labels.shape, shape[time], shape[2] - 1
+        lengths = np.cumprod(labels != -1, 1).sum(1) \
+            if label_lengths is None else self._lengths(
+                backend, "label_lengths", label_lengths, 0, longest, n)
+        last = np.full(n, steps) if pred_lengths is None else self._lengths(
+            backend, "pred_lengths", pred_lengths, 1, steps, n)
+        valid = np.arange(longest) < lengths[:, None]
+        if label_lengths is None and (labels[~valid] != -1).any():
+            raise ValueError(
+                "-1 ends a label; received class numbers behind it. Put them "
+                "in front, or give label_lengths.")
         check_classes(np.where(valid, labels, 0), blank)
         labels = np.where(valid, labels, blank).astype(np.int32)
-        last = np.full(len(labels), steps) if pred_lengths is None \
-            else self._lengths(backend, "pred_lengths", pred_lengths, 1,
-                               steps, len(labels))
         again = (labels[:, 1:] == labels[:, :-1]) & valid[:, 1:]
-        needed = lengths + again.sum(1)
-        if (needed > last).any():
-            i = int(np.argmax(needed > last))
+        missing = lengths + again.sum(1) - last
+        if (missing > 0).any():
             raise ValueError(
-                "a sequence of class numbers needs a step for each, and one "
-                f"more between equal ones; received {last[i]} steps for one "
-                f"that needs {needed[i]}. Leave out such rows, or give pred "
-                "more steps.")
+                "a label needs a step for each class number, and one more "
+                f"between equal ones; received {missing.max()} steps too few "
+                f"in row {missing.argmax()}. Leave it out.")
         if "16" in str(pred.dtype):     # which do not hold such small numbers
             pred = backend.ops.astype(pred, "float32")
         values = self._likelihood(backend, pred, labels, lengths, last, again)
-        return self._weighed(backend, -values, pred, sample_weight)
+        return self._weighed(backend.ops, -values, pred, sample_weight)
 
     @staticmethod
-    def _lengths(backend, name, given, least, most, rows):
+    def _lengths(backend, name, given, least, most, count):
         lengths = backend.to_numpy(given)
-        if lengths.shape != (rows,) or (lengths != np.trunc(lengths)).any() \
-                or (lengths < least).any() or (lengths > most).any():
+        if lengths.shape != (count,) or not np.isin(
+                lengths, np.arange(least, most + 1)).all():
             raise ValueError(
                 f"{name} has a whole number from {least} to {most} for each "
-                f"of the {rows} rows; received {lengths.tolist()}. Count the "
-                "entries of each row.")
+                f"of {count} examples; received {lengths.tolist()}.")
         return lengths.astype(np.int64)
 
     def _likelihood(self, backend, pred, labels, lengths, last, again):
         """The logarithm, (n,), by the forward algorithm over the labels with
         a blank before, between and after them."""
         ops, time = backend.ops, self.layout.index("T")
-        (n, longest), steps = labels.shape, pred.shape[time]
-        states, blank = 2 * longest + 1, pred.shape[2] - 1
+        (n, longest), blank = labels.shape, pred.shape[2] - 1
+        states = 2 * longest + 1
 
         def constant(values):
             return _as(ops, backend.put(np.asarray(values, "float64"), pred),
                        pred)
 
         def log_sum(*terms):
-            top = terms[0]
-            for x in terms[1:]:
-                top = ops.maximum(top, x)
-            top = ops.stop_gradient(top)
-            total = ops.exp(terms[0] - top)
-            for x in terms[1:]:
-                total = total + ops.exp(x - top)
-            return top + ops.log(total)
-
-        logs = ops.log_softmax(pred, 2)
-        column = (*logs.shape[:2], 1)
-        blanks = ops.slice_axis(logs, 2, blank, blank + 1)
-        emitted = [blanks]
-        for j in range(longest):
-            index = np.repeat(labels[:, j:j + 1], steps, 1)
-            index = backend.put(index if time == 1 else
-                                np.ascontiguousarray(index.T), pred)
-            emitted += [ops.pick(logs, index, 2).reshape(column), blanks]
-        emitted = ops.concat(emitted, 2) if longest else blanks
+            top = ops.stop_gradient(functools.reduce(ops.maximum, terms))
+            return top + ops.log(functools.reduce(
+                operator.add, (ops.exp(x - top) for x in terms)))
 
         def at(t):
             return ops.slice_axis(emitted, time, t, t + 1).reshape(
                 (n, states))
-        start = np.full((n, states), _NEVER)
+        logs = ops.log_softmax(pred, 2)
+        emitted = [ops.slice_axis(logs, 2, blank, blank + 1)]
+        for column in labels.T:
+            index = backend.put(np.broadcast_to(
+                np.expand_dims(column, time), logs.shape[:2]), pred)
+            emitted += [ops.pick(logs, index, 2).reshape(
+                (*logs.shape[:2], 1)), emitted[0]]
+        emitted = ops.concat(emitted, 2)
+        start, skip = np.full((2, n, states), _NEVER)
         start[:, :2] = 0
-        skip = np.full((n, states), _NEVER)     # over a blank
-        skip[:, 3::2][~again] = 0
-        never = constant(np.full((n, 2), _NEVER))
-        skip, goes = constant(skip), np.arange(steps) < last[:, None]
+        skip[:, 3::2][~again] = 0       # over a blank
+        never, skip = constant(np.full((n, 2), _NEVER)), constant(skip)
         alpha = at(0) + constant(start)
-        for t in range(1, steps):
-            terms = [alpha]
-            if longest:
-                wide = ops.concat([never, alpha], 1)
-                terms += [ops.slice_axis(wide, 1, 1, states + 1),
-                          ops.slice_axis(wide, 1, 0, states) + skip]
-            new = log_sum(*terms) + at(t)
-            if not goes[:, t].all():
-                on = constant(goes[:, t:t + 1])
+        for t in range(1, pred.shape[time]):
+            wide = ops.concat([never, alpha], 1)
+            new = at(t) + log_sum(
+                alpha, ops.slice_axis(wide, 1, 1, states + 1),
+                ops.slice_axis(wide, 1, 0, states) + skip)
+            goes = (t < last)[:, None]
+            if not goes.all():
+                on = constant(goes)
                 new = new * on + alpha * (1.0 - on)
             alpha = new
-        ends = [ops.pick(alpha, backend.put(
+        end, before = (ops.pick(alpha, backend.put(
             np.maximum(2 * lengths - i, 0).astype(np.int32), pred), 1)
-            for i in (0, 1)]
-        if not lengths.all():
-            ends[1] = ends[1] + constant(np.where(lengths, 0, _NEVER))
-        return log_sum(*ends)
+            for i in (0, 1))
+        return log_sum(end, before + constant(np.where(lengths, 0, _NEVER)))
 
 
 def per_example(loss: Callable[[Array, Array], Array]
@@ -782,39 +686,28 @@ def per_example(loss: Callable[[Array, Array], Array]
     Raises
     ------
     ValueError
-        When it is called: such a function returned more than one number, or
-        one that is no mean over rows (weights of classes, ignored labels, a
-        root or a ratio of means); or
-        `pred` and `label` have shapes, (n, 1) and (n,), that the loss
+        When it is called: such a function returned one that is no mean over
+        rows (weights of classes, ignored labels, a root or a ratio of means);
+        or `pred` and `label` have shapes, (n, 1) and (n,), that the loss
         broadcasts, so that each row meets the labels of all.
     """
     if hasattr(loss, "reduction"):
-        adds = loss.reduction in ("sum", "batchmean")
+        join = "sum" if loss.reduction in ("sum", "batchmean") else "mean"
         loss = copy.copy(loss)
         loss.reduction = "none"
-
-        def unreduced(pred: Array, label: Array) -> Array:
-            ops, values = get_backend().ops, loss(pred, label)
-            _check_values(values, [len(pred)], 0, [pred, label])
-            return _joined(ops.sum if adds else ops.mean, values)
-        return unreduced
+        return lambda pred, label: check_per_example(
+            loss(pred, label), len(pred), arrays=[pred, label], join=join)
     calls = 0
 
     def spread(pred: Array, label: Array) -> Array:
         nonlocal calls
         ops, mean = get_backend().ops, loss(pred, label)
-        shape = tuple(getattr(mean, "shape", (0,)))
-        if math.prod(shape) != 1:
-            raise ValueError(
-                "per_example adapts a loss that returns the mean over the "
-                "batch, an array of one number; received "
-                f"{type(mean).__name__} of shape {shape}. Use a loss with a "
-                "value for each example as it is.")
         rows = ops.mean(ops.zeros_like(pred).reshape((len(pred), -1)), 1)
+        values = rows + mean.reshape((1,))
         if calls < _FIRST or not calls & (calls - 1):
             _check_mean(loss, pred, label, mean)
         calls += 1
-        return rows + mean.reshape((1,))
+        return values
     return spread
 
 
@@ -826,43 +719,40 @@ def _check_mean(loss: Callable[[Array, Array], Array], pred: Array,
     """Raise ValueError if `mean`, the loss of all rows, is not the mean of
     the losses of two parts of them, weighted by their number."""
     backend, n, middle = get_backend(), len(pred), len(pred) // 2
-    if not middle or "float16" in str(pred.dtype):      # too rough
-        return
 
     def value(begin: int, end: int) -> float:
-        return float(backend.to_numpy(loss(
-            *(x[begin:end] for x in (pred, label)))).item())
+        return float(backend.to_numpy(loss(pred[begin:end], label[begin:end])
+                                      ).item())
     try:
+        host, own = backend.to_numpy(pred), backend.to_numpy(mean)
+        eps = max(np.finfo(x.dtype).eps for x in (host, own))
         with backend.scope(recording=False):
-            own, (again, first, second) = float(backend.to_numpy(
-                mean).item()), (value(*part) for part in (
-                    (0, n), (0, middle), (middle, n)))
-        eps = max(np.finfo(x.dtype).eps for x in map(backend.to_numpy,
-                                                     (pred[:1], mean)))
+            again, first, second = (value(0, n), value(0, middle),
+                                    value(middle, n))
     except Exception:       # it takes no other number of rows
         return
     joined = (first * middle + second * (n - middle)) / n
-    bound = 100 * eps * np.abs(backend.to_numpy(pred)).max() \
-        + 4 * eps ** (2 / 3) * max(map(abs, (own, first, second)))
+    bound = 100 * eps * np.abs(host).max() \
+        + 4 * eps ** (2 / 3) * max(map(abs, (again, first, second)))
     # NaN and infinity tell nothing, nor does what is drawn.
-    if own == again and math.isfinite(joined) and abs(own - joined) > bound:
+    if own.item() == again and abs(again - joined) > bound \
+            and math.isfinite(joined):
         raise ValueError(
-            "per_example adapts a loss that returns the mean over the "
-            "batch of a value for each row; received "
+            "per_example adapts a loss that returns the mean over the batch "
+            "of a value for each row; received "
             f"{getattr(loss, '__qualname__', type(loss).__qualname__)}, "
-            f"which gives {own:.6g} for {n} rows, and {joined:.6g} as the "
-            "mean of two parts of them: weights of classes, ignored labels, "
-            "a root or a ratio of means do so, and a pred that broadcasts "
-            "with its label. Return a value for each example instead: "
-            "reduction='none', times its weight. To divide by the sum of "
-            "weights, or by tokens, use trainer.step(that sum) in a loop "
-            "of your own.")
+            f"which gives {again:.6g} for {n} rows, and {joined:.6g} as the "
+            "mean of two parts of them, as weights, ignored labels and a pred "
+            "that broadcasts with its label do. Return a value for each "
+            "example instead: reduction='none', times its weight.")
 
 
 def check_per_example(values: Any, rows: int, *others: int,
-                      batch_axis: int = 0, arrays: Sequence[Any] = ()) -> Any:
+                      batch_axis: int = 0, arrays: Sequence[Any] = (),
+                      join: str = "mean") -> Any:
     """The values of a loss in the shape (rows,) that `train_batch` demands,
-    or another number of `others`: means over all axes but `batch_axis`.
+    or another number of `others`: means (or "sum") over all axes but
+    `batch_axis`.
 
     Raises
     ------
@@ -871,30 +761,18 @@ def check_per_example(values: Any, rows: int, *others: int,
         have as many, unless an array in `arrays` has its shape, or begins
         with it: a loss that compares each example with the labels of all.
     """
-    axis = _check_values(values, [rows, *others], batch_axis, arrays)
-    ops = get_backend().ops
-    for other in reversed(range(len(values.shape))):
-        if other != axis:
-            values = ops.mean(values, other)
-    return values
-
-
-def _check_values(values: Any, rows: Sequence[int], batch_axis: int,
-                  arrays: Sequence[Any]) -> int:
-    """The axis of the examples in the values of a loss."""
     shape = tuple(getattr(values, "shape", ()))
     axis = axis_in(shape, batch_axis)
-    if not shape or shape[axis] not in rows or 0 in shape \
+    if not shape or shape[axis] not in (rows, *others) or 0 in shape \
             or shape.count(shape[axis]) > 1 < shape[axis] and not any(
-                tuple(getattr(x, "shape", ())[:len(shape)]) == shape
-                for x in leaves(list(arrays))):
+                tuple(x.shape[:len(shape)]) == shape
+                for x in arrays_in(list(arrays))):
         received = f"shape {shape}" if hasattr(values, "shape") \
             else type(values).__name__
         raise ValueError(
-            f"the loss must return one value per example, shape ({rows[0]},)"
-            ", or several, whose mean counts, or one number in an array; "
-            f"received {received}. Use a "
-            "loss of mgpu.losses, or wrap one that averages: "
-            "mgpu.losses.per_example(loss); on torch also "
+            "the loss must return one value per example, shape "
+            f"({rows},), or several, whose mean counts, or one number in an "
+            f"array; received {received}. Use a loss of mgpu.losses, or wrap "
+            "one that averages: mgpu.losses.per_example(loss); on torch also "
             "reduction='none'.")
-    return axis
+    return _joined(getattr(get_backend().ops, join), values, axis)

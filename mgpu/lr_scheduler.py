@@ -9,6 +9,7 @@ be asked twice, out of order, or by two trainers.
 `Trainer` takes any callable ``f(num_update: int) -> float``; these classes
 are only the usual ones. `num_update` counts from 1 at the first step.
 """
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -57,13 +58,9 @@ class LRScheduler:
                  ) -> None:
         self.base_lr = number("base_lr", base_lr, 0)
         self.warmup_steps = integer("warmup_steps", warmup_steps, 0)
-        self.warmup_begin_lr = number("warmup_begin_lr", warmup_begin_lr, 0)
+        self.warmup_begin_lr = number("warmup_begin_lr", warmup_begin_lr, 0,
+                                      self.base_lr)
         self.warmup_final_lr = self.base_lr
-        if self.warmup_begin_lr > self.base_lr:
-            raise ValueError(
-                "a warm-up starts at or below base_lr; received "
-                f"warmup_begin_lr={warmup_begin_lr!r} and base_lr="
-                f"{base_lr!r}. Lower the one or raise the other.")
         self.warmup_mode = one_of("warmup_mode", warmup_mode,
                                   ("linear", "constant"))
 
@@ -165,14 +162,10 @@ class MultiFactorScheduler(LRScheduler):
                  warmup_begin_lr: float = 0, warmup_mode: str = "linear"
                  ) -> None:
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
-        if not isinstance(step, (list, tuple)) or not step:
-            raise ValueError("step must be a list of one or more integers; "
-                             f"received {step!r}. For equal distances use "
-                             "FactorScheduler.")
         self.step = [integer("each step", s, 1) for s in step]
-        if any(a >= b for a, b in zip(self.step, self.step[1:])):
-            raise ValueError("step must increase from each entry to the "
-                             f"next; received {step!r}.")
+        if not step or any(a >= b for a, b in itertools.pairwise(self.step)):
+            raise ValueError("step must be a list of one or more integers "
+                             f"that increase; received {step!r}.")
         self.factor = number("factor", factor, 0, 1)
 
     def after_warmup(self, num_update: int) -> float:
@@ -191,12 +184,8 @@ class _Decay(LRScheduler):
                  warmup_begin_lr: float = 0, warmup_mode: str = "linear"
                  ) -> None:
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
-        self.max_update = integer("max_update", max_update, 1)
-        if self.max_update <= self.warmup_steps:
-            raise ValueError(
-                "the warm-up must end before max_update; received "
-                f"max_update={max_update!r} and warmup_steps="
-                f"{warmup_steps!r}. Raise the one or lower the other.")
+        self.max_update = integer("max_update", max_update,
+                                  self.warmup_steps + 1)
         self.base_lr_orig = self.base_lr
         self.final_lr = number("final_lr", final_lr, 0)
         self.max_steps = self.max_update - self.warmup_steps

@@ -7,8 +7,9 @@ nor on how batches were cut, nor on the processes: `EvalMetric.get` is over
 all of them. The values are those of MXNet 1.9.1, but for what it rounds to
 float32 and what it counts in silence: labels that are no classes.
 """
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from mgpu import distributed
 from mgpu.arguments import integer, one_of
 from mgpu.backends import get_backend, messages
+from mgpu.losses import check_classes
 from mgpu.nested import shards_of
 
 __all__ = ["Accuracy", "CompositeEvalMetric", "EvalMetric", "F1", "Loss",
@@ -33,7 +35,7 @@ def _exact(values: Iterable[float]) -> list[float]:
 
 
 class EvalMetric:
-    """A measure that goes on over batches.
+    """A measure that goes on over batches. A subclass defines `measure`.
 
     Attributes
     ----------
@@ -75,18 +77,24 @@ class EvalMetric:
         TypeError
             An array of the other framework.
         """
-        self.read(labels, preds)()
+        self._add(self._read(labels, preds))
 
-    def read(self, labels: Any, preds: Any) -> Callable[[], None]:
-        """Raises as `update`; returns what counts the batch."""
-        pairs = [(on_host(y), on_host(x)) for y, x in _pairs(labels, preds)]
-        return partial(self._add,
-                       [self._of(y, x) for y, x in pairs if x.size or y.size])
-
-    def _of(self, labels: np.ndarray, preds: np.ndarray) -> tuple[
-            int, Sequence[float]]:
-        """How many values, and numbers whose sum is theirs."""
+    def measure(self, labels: np.ndarray, preds: np.ndarray
+                ) -> tuple[int, Sequence[float]]:
+        """How many values the arrays of one device have, and numbers whose
+        sum is theirs."""
         raise NotImplementedError
+
+    def _read(self, labels: Any, preds: Any) -> list[
+            tuple[int, Sequence[float]]]:
+        """Raises as `update`; returns what `_add` counts."""
+        pairs = _pairs(labels, preds)
+        # Of all devices, also where one fails: MXNet raises what nobody has
+        # waited for in a later call.
+        scores = get_backend().parallel([partial(on_host, x)
+                                         for _, x in pairs])
+        return [self.measure(on_host(y), x)
+                for (y, _), x in zip(pairs, scores)]
 
     def _add(self, found: Sequence[tuple[int, Sequence[float]]]) -> None:
         self._batches += len(found)
@@ -111,9 +119,7 @@ class EvalMetric:
 
     def get_name_value(self) -> list[tuple[str, float]]:
         """``[(name, value)]``, as `get`."""
-        name, value = self.get()
-        return list(zip(name, value)) if isinstance(name, list) \
-            else [(name, value)]
+        return [self.get()]
 
 
 def on_host(x: Any) -> np.ndarray:
@@ -126,67 +132,49 @@ def on_host(x: Any) -> np.ndarray:
     found = np.asarray(x)
     if found.dtype.kind not in "biuf":
         raise TypeError("a measure is of arrays of numbers; received "
-                        f"{type(x).__name__}"
-                        + (f" of {found.dtype}" if found.shape else "")
-                        + ". Take the arrays out of it.")
+                        f"{type(x).__name__}. Take the arrays out of it.")
     return found
 
 
-def _listed(x: Any) -> list[Any]:
-    x = shards_of(x)
-    return list(x) if isinstance(x, (list, tuple)) else [x]
-
-
 def _flat(x: Any) -> list[Any]:
-    return [one for entry in _listed(x) for one in _listed(entry)]
+    """The arrays in lists, of devices or of lists of them."""
+    x = shards_of(x)
+    return [one for entry in x for one in _flat(entry)] \
+        if isinstance(x, (list, tuple)) else [x]
 
 
 def _pairs(labels: Any, preds: Any) -> list[tuple[Any, Any]]:
     """Labels and predictions of each device that had rows."""
-    labels, preds = _flat(labels), _flat(preds)
-    if len(labels) != len(preds):
+    pairs = list(itertools.zip_longest(_flat(labels), _flat(preds)))
+    shapes = [[None if x is None or 0 in np.shape(x) else tuple(np.shape(x))
+               for x in pair] for pair in pairs]
+    if any((y is None) != (x is None) for y, x in shapes):
         raise ValueError(
-            "labels and preds are arrays, or lists with one for each device; "
-            f"received {len(labels)} and {len(preds)}. Pass what the network "
-            "and split_batch gave.")
-    for y, x in zip(labels, preds):
-        alone = y if x is None else x if y is None else None
-        if alone is not None and 0 not in np.shape(alone):
-            raise ValueError(
-                "a device has labels where it has predictions; received one "
-                f"of them alone, of shape {tuple(np.shape(alone))}. Pass "
-                "what the network and split_batch gave.")
-    return [(y, x) for y, x in zip(labels, preds)
-            if x is not None and y is not None]
+            "labels and preds are arrays, or lists with one of each for every "
+            f"device; received pairs of shapes {shapes}.")
+    return [pair for pair, (y, _) in zip(pairs, shapes) if y is not None]
 
 
-def _classes(labels: np.ndarray, count: int, ignore: float | None = None
-             ) -> np.ndarray:
-    """Labels as class numbers below `count`, in one axis."""
-    flat = labels.reshape(-1)
-    wrong = flat[((flat < 0) | (flat >= count) | (flat != np.trunc(flat)))
-                 & (True if ignore is None else flat != ignore)]
-    if wrong.size:
-        raise ValueError(
-            f"labels are class numbers, whole, from 0 to {count - 1}; "
-            f"received {wrong[0]}. Check the data.")
-    return flat.astype(np.int64)
-
-
-def _check_rows(labels: np.ndarray, preds: np.ndarray, rows: int) -> None:
-    if labels.size != rows:
+def _classes(labels: np.ndarray, scores: np.ndarray, axis: int = -1,
+             ignore: float | None = None) -> np.ndarray:
+    """Labels as numbers of the classes that `scores` have on `axis`, in one
+    axis."""
+    flat, count = labels.reshape(-1), scores.shape[axis]
+    if len(flat) * count != scores.size:
         raise ValueError(
             "there is a label for each row of scores; received labels of "
-            f"shape {labels.shape} and scores of shape {preds.shape}. Cut or "
-            "reshape them.")
+            f"shape {labels.shape} and scores of shape {scores.shape}.")
+    check_classes(flat if ignore is None else
+                  np.where(flat == ignore, 0, flat), count)
+    return flat.astype(np.int64)
 
 
 def count_equal(preds: np.ndarray, labels: np.ndarray) -> int:
     """How many class numbers are equal. ValueError where one of them is not
     whole."""
     for x in (preds, labels):
-        odd = x[(x != np.trunc(x)) | ~np.isfinite(x)] \
-            if x.dtype.kind == "f" else x[:0]
+        with np.errstate(invalid="ignore"):
+            odd = x[x % 1 != 0]     # NaN and infinity too
         if odd.size:
             raise ValueError(
                 f"class numbers are whole; received {odd[0]}. Check the data,"
@@ -210,21 +198,16 @@ class Accuracy(EvalMetric):
         self._axis = integer("axis", axis, -32)
         super().__init__(name)
 
-    def _of(self, labels: np.ndarray, preds: np.ndarray
-            ) -> tuple[int, Sequence[float]]:
+    def measure(self, labels, preds):
         if preds.shape != labels.shape:
-            if not -preds.ndim <= self._axis < preds.ndim \
-                    or preds.shape[self._axis] < 2:
+            if not preds.shape[self._axis:][:1] > (1,):
                 raise ValueError(
-                    f"an accuracy is that of scores with classes on axis "
-                    f"{self._axis}, two or more, or of class numbers of the "
-                    f"labels' shape; received shapes {preds.shape} and "
-                    f"{labels.shape}. Of a single score make class numbers: "
-                    "pred > 0.")
-            classes = preds.shape[self._axis]
+                    f"axis {self._axis} of scores has the classes, two or "
+                    f"more; received scores of shape {preds.shape} for labels "
+                    f"of shape {labels.shape}. Of a single score make class "
+                    "numbers: pred > 0.")
+            _classes(labels, preds, self._axis)
             preds = preds.argmax(axis=self._axis)
-            _check_rows(labels, preds, preds.size)
-            _classes(labels, classes)
         return preds.size, [count_equal(preds, labels)]
 
 
@@ -244,20 +227,15 @@ class TopKAccuracy(EvalMetric):
         self._k = integer("top_k", top_k, 1)
         super().__init__(f"{name}_{self._k}")
 
-    def _of(self, labels: np.ndarray, preds: np.ndarray
-            ) -> tuple[int, Sequence[float]]:
+    def measure(self, labels, preds):
         if preds.ndim != 2 or preds.shape[1] < self._k:
             raise ValueError(
                 f"{self.name} is that of scores (n, classes) with {self._k} "
-                f"classes or more; received shape {preds.shape}. Reshape "
-                "them.")
-        _check_rows(labels, preds, len(preds))
-        y = _classes(labels, preds.shape[1])[:, None]
-        own = np.take_along_axis(preds, y, 1)
-        odd, own_odd = preds != preds, own != own   # NaN: as the largest
-        before = (preds > own) & ~own_odd | odd & ~own_odd | (
-            (preds == own) | odd & own_odd) & (np.arange(preds.shape[1]) < y)
-        return len(preds), [float((before.sum(axis=1) < self._k).sum())]
+                f"classes or more; received shape {preds.shape}.")
+        y, last = _classes(labels, preds), preds.shape[1] - 1
+        # Stable from the right: of equal scores the first class comes last.
+        order = last - np.argsort(preds[:, ::-1], axis=1, kind="stable")
+        return len(y), [int((order[:, -self._k:] == y[:, None]).sum())]
 
 
 TopK = TopKAccuracy
@@ -278,21 +256,14 @@ class F1(EvalMetric):
     _of_nothing = 0.0
 
     def __init__(self, name: str = "f1", average: str = "macro") -> None:
-        if average != "micro":
-            raise ValueError(
-                "an F1 score here is that of all rows; received average="
-                f"{average!r} (MXNet's default, 'macro', is a mean over "
-                "batches, which depends on how they are cut). Pass "
-                "average='micro'.")
+        one_of("average", average, ("micro",))
         super().__init__(name)
 
-    def _of(self, labels: np.ndarray, preds: np.ndarray
-            ) -> tuple[int, Sequence[float]]:
+    def measure(self, labels, preds):
         if preds.ndim != 2 or preds.shape[1] != 2:
             raise ValueError("an F1 score is that of scores (n, 2); received "
-                             f"shape {preds.shape}. Give two classes.")
-        _check_rows(labels, preds, len(preds))
-        y, x = _classes(labels, 2) == 1, preds.argmax(axis=1) == 1
+                             f"shape {preds.shape}.")
+        y, x = _classes(labels, preds) == 1, preds.argmax(axis=1) == 1
         # 2 p r / (p + r) of precision and recall, in whole numbers
         return int(y.sum() + x.sum()), [2 * int((x & y).sum())]
 
@@ -313,19 +284,14 @@ class Perplexity(EvalMetric):
 
     def __init__(self, ignore_label: int | None, axis: int = -1,
                  name: str = "perplexity") -> None:
-        if axis != -1:
-            raise ValueError("the last axis has the probabilities; received "
-                             f"axis={axis!r}. Transpose them.")
+        one_of("axis", axis, (-1,))
         self._ignored = None if ignore_label is None \
             else integer("ignore_label", ignore_label, -2 ** 63)
         super().__init__(name)
 
-    def _of(self, labels: np.ndarray, preds: np.ndarray
-            ) -> tuple[int, Sequence[float]]:
-        _check_rows(labels, preds, preds.size // preds.shape[-1])
-        y = _classes(labels, preds.shape[-1], self._ignored)
-        counted = np.ones(len(y), bool) if self._ignored is None \
-            else y != self._ignored
+    def measure(self, labels, preds):
+        y = _classes(labels, preds, -1, self._ignored)
+        counted = y == y if self._ignored is None else y != self._ignored
         p = preds.reshape(len(y), -1)[counted, y[counted]].astype(np.float64)
         return int(counted.sum()), (-np.log(np.maximum(1e-10, p))).tolist()
 
@@ -343,11 +309,10 @@ class Loss(EvalMetric):
     def __init__(self, name: str = "loss") -> None:
         super().__init__(name)
 
-    def read(self, labels: Any, preds: Any) -> Callable[[], None]:
+    def _read(self, labels, preds):
         losses = [on_host(x) for x in _flat(preds) if x is not None]
-        return partial(self._add, [
-            (x.size, x.reshape(-1).astype(np.float64).tolist())
-            for x in losses])
+        return [(x.size, x.reshape(-1).astype(np.float64).tolist())
+                for x in losses]
 
 
 class CompositeEvalMetric(EvalMetric):
@@ -377,22 +342,22 @@ class CompositeEvalMetric(EvalMetric):
         for one in self.metrics:
             one.reset()
 
-    def read(self, labels: Any, preds: Any) -> Callable[[], None]:
-        # One of the user's that has an `update` of its own comes after all
-        # have read.
-        counts = [one.read(labels, preds)
+    def update(self, labels: Any, preds: Any) -> None:
+        # All read before the first counts, but for those of the user's that
+        # have an `update` of their own.
+        counts = [partial(one._add, one._read(labels, preds))
                   if type(one).update is EvalMetric.update
                   else partial(one.update, labels, preds)
                   for one in self.metrics]
-
-        def count() -> None:
-            for own in counts:
-                own()
-        return count
+        for count in counts:
+            count()
 
     def get(self) -> tuple[Any, Any]:
-        found = [pair for one in self.metrics for pair in one.get_name_value()]
+        found = self.get_name_value()
         return [name for name, _ in found], [value for _, value in found]
+
+    def get_name_value(self) -> list[tuple[str, float]]:
+        return [pair for one in self.metrics for pair in one.get_name_value()]
 
 
 _NAMES = {"acc": Accuracy, "accuracy": Accuracy, "f1": F1, "loss": Loss,
@@ -419,7 +384,5 @@ def create(metric: Any, **options: Any) -> EvalMetric:
             **options)
     if isinstance(metric, EvalMetric) and not options:
         return metric
-    raise TypeError(
-        "a metric is one of mgpu.metrics (with its options), a name, or a "
-        f"list of them; received {type(metric).__name__}. Compute others "
-        "from Replicas.predict.")
+    raise TypeError("a metric is one of mgpu.metrics, a name (with options), "
+                    f"or a list of them; received {type(metric).__name__}.")

@@ -91,10 +91,9 @@ def test_an_initialiser_of_ones_own():
 
     assert draw_parameter("weight", (2, 2), "float64", Eye(), seed=0,
                           index=0).tolist() == [[1, 0], [0, 1]]
-    with pytest.raises(ValueError, match=r"shape .* \(2, 2\); rec.*\(2,\)"):
-        Wrong().draw((2, 2), rng())
-    with pytest.raises(ValueError, match="must be finite .*; Wrong drew"):
-        Wrong().draw((2,), rng())
+    for shape in ((2, 2), (2,)):
+        with pytest.raises(ValueError, match=r"; Wrong drew .* \(2,\). Use"):
+            Wrong().draw(shape, rng())
 
 
 def draw(kind="weight", shape=(20, 30), dtype="float64", init=None, seed=3,
@@ -143,7 +142,6 @@ class TestAgainstGluon:
             assert create(theirs) == create(theirs.dumps()) == init
         assert Constant(mx.nd.array([1, 2])) == Constant([1, 2])
 
-    def test_options_beside_an_object_of_gluons_are_refused(self, mx):
         with pytest.raises(ValueError, match="sigma with it"):
             create(mx.init.Normal(), sigma=1)
 
@@ -225,7 +223,7 @@ class TestAgainstGluon:
      "rand_type.*'gaussian'.*'uniform', 'normal'"),
     (ValueError, lambda: Xavier("normal"),
      "rnd_type.*'normal'.*'uniform', 'gaussian'"),
-    (ValueError, lambda: Constant("many"), "value of Constant .* 'many'"),
+    (ValueError, lambda: Constant("many"), "string to float: 'many'"),
     (ValueError, lambda: Constant([1, 2]).draw((2, 3), rng()),
      r"broadcast.*\(2, ?3\)"),
     (ValueError, lambda: Bilinear().draw((2, 3), rng()), r"4 axes.*\(2, 3\)"),
@@ -233,13 +231,13 @@ class TestAgainstGluon:
     (ValueError, lambda: fans((3,)), r"2 axes.*\(3,\)"),
     (ValueError, lambda: create("glorot"), "'glorot'.*'zeros'.*'xavier'"),
     (ValueError, lambda: create("normal", scale=1),
-     "options of Normal: .*scale.*sigma"),
+     "options of Normal.*sigma.*scale"),
     (ValueError, lambda: create("constant"),
-     "options of Constant: .*missing.*value"),
+     "options of Constant.*missing.*value"),
     (ValueError, lambda: create("[normal"), "char 1"),
     (TypeError, lambda: create(0.01), "0.01 of type float.*'normal'"),
     (TypeError, lambda: create(Normal), "Normal'> of type .*not the class"),
-    (ValueError, lambda: draw("other"), "weight, bias, .* 'other'"),
+    (ValueError, lambda: draw("other"), "kind; received 'other'"),
     (ValueError, lambda: draw(dtype="int32"), "floating.* 'int32'"),
     (ValueError, lambda: draw(dtype="float16", init=Constant(1e6)),
      "finite in float16"),

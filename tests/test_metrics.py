@@ -12,6 +12,7 @@ from conftest import BACKENDS
 from distributed import jobs
 from helpers import mlp, on
 from mgpu import metrics
+from nets import several_inputs
 
 if "mxnet" in BACKENDS:
     mgpu.mxnet_compat()         # what it sets is no test's
@@ -97,53 +98,43 @@ def test_what_is_not_finite_is_seen(backend):
     assert math.isnan(own.get()[1])
 
 
+ROWS = [[1, 2], [3, 4]]
+
+
 @pytest.mark.parametrize("make, labels, preds, words", [
-    (metrics.Accuracy, [1.5, 0], [[1, 2], [3, 4]],
-     "whole, from 0 to 1; received 1.5"),
-    (metrics.Accuracy, [2, 0], [[1, 2], [3, 4]], "from 0 to 1; received 2"),
+    (metrics.Accuracy, [1.5, 0], ROWS, "numbers 0 to 1; received 1.5"),
+    (metrics.Accuracy, [2, 0], ROWS, "numbers 0 to 1; received 2"),
     (metrics.Accuracy, [1, np.inf], [1, 1], "whole; received inf"),
-    (metrics.Accuracy, [1, 0], np.zeros((0, 2)), "a label for each row"),
     (lambda: metrics.create(["acc", metrics.TopK(2)]), [0, 1],
      [[1], [3]], "two or more"),
     (lambda: metrics.create([metrics.Loss(), metrics.TopK(3)]), [0, 1],
-     [[1, 2], [3, 4]], "3 classes or more"),
-    (metrics.Accuracy, [1, 0], [[1], [3]], "two or more"),
-    (metrics.Accuracy, [1, 0, 1], [[1, 2], [3, 4]], "a label for each row"),
-    (lambda: metrics.TopK(2), [2, 0], [[1, 2], [3, 4]], "from 0 to 1"),
-    (lambda: metrics.TopK(3), [1, 0], [[1, 2], [3, 4]], "3 classes or more"),
-    (metrics.F1, 0, 0, "'macro', is a mean over batches"),
-    (lambda: metrics.F1(average="micro"), [2, 0], [[1, 2], [3, 4]],
-     "from 0 to 1; received 2"),
-    (lambda: metrics.Perplexity(None), [-1, 0], [[1, 2], [3, 4]],
-     "from 0 to 1; received -1"),
-    (lambda: metrics.Perplexity(None, axis=1), 0, 0, "last axis"),
-    (lambda: metrics.create("mae"), 0, 0, "unknown metric; received 'mae'"),
-    (lambda: metrics.create("rmse"), 0, 0, "Use one of .acc")])
+     ROWS, "3 classes or more"),
+    (metrics.Accuracy, [1, 0, 1], ROWS, "a label for each row"),
+    (lambda: metrics.TopK(2), [2, 0], ROWS, "numbers 0 to 1"),
+    (metrics.F1, 0, 0, "received 'macro'. Use one of 'micro'"),
+    (lambda: metrics.F1(average="micro"), [2, 0], ROWS, "received 2"),
+    (lambda: metrics.Perplexity(None), [-1, 0], ROWS, "received -1"),
+    (lambda: metrics.Perplexity(None, axis=1), 0, 0, "axis; received 1"),
+    (lambda: metrics.create("mae"), 0, 0, "received 'mae'. Use one of 'acc"),
+    (metrics.Accuracy, [1, 0], np.zeros((0, 2)), r"[[(2,), None]]"),
+    (metrics.Accuracy, [None, np.zeros(2)], [np.zeros((0, 2)), None],
+     "[[None, None], [(2,), None]]"),
+    (metrics.Accuracy, [np.zeros(2), None], [np.ones((2, 2))] * 2,
+     "[[(2,), (2, 2)], [None, (2, 2)]]")])
 def test_what_has_another_meaning_is_refused(backend, make, labels, preds,
                                              words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=re.escape(words)):
         own = make()
-        own.update(np.array(labels), np.array(preds))
+        own.update(*(x if isinstance(x, list) and isinstance(
+            x[-1], np.ndarray | None) else np.array(x)
+            for x in (labels, preds)))
     if not isinstance(labels, int):
         assert np.isnan(own.get()[1]).all()     # nothing was counted
 
 
-@pytest.mark.parametrize("make", [
-    metrics.Accuracy, lambda: metrics.TopK(2),
-    lambda: metrics.F1(average="micro")])
-@pytest.mark.parametrize("labels, preds, words", [
-    ([[1, 0], [1]], [None, [[1, 2]]], "one of them alone, of shape (2,)"),
-    ([[1, 0], None], [[[1, 2], [2, 1]], [[1, 2]]],
-     "one of them alone, of shape (1, 2)")])
-def test_labels_without_predictions_are_refused(backend, make, labels, preds,
-                                                words):
-    arrays = ([x if x is None else np.array(x) for x in every]
-              for every in (labels, preds))
-    own = make()
-    with pytest.raises(ValueError, match=re.escape(words)):
-        own.update(*arrays)
-    assert math.isnan(own.get()[1])
-    own.update([np.array([1]), None], [np.array([[1, 2, 3][:2]]), None])
+def test_devices_without_rows_are_passed_over(backend):
+    own = metrics.Accuracy()
+    own.update([np.array([1]), None], [np.array([[1, 2]]), None])
     own.update([np.array([1]), np.zeros(0)], [np.array([[1, 2]]), None])
     assert own.get()[1] == 1
 
@@ -217,39 +208,21 @@ def test_evaluate_is_that_of_one_device(backend, devices):
     assert name == "loss" and value == pytest.approx(expected, rel=1e-12)
 
 
-def two_outputs(backend):
-    if backend.name == "mxnet":
-        from mxnet import gluon
-
-        class Net(gluon.nn.Dense):
-            def forward(self, x):
-                return super().forward(x), super().forward(x)
-        return Net(5, in_units=6)
-    from torch import nn
-
-    class Net(nn.Linear):
-        def forward(self, x):
-            return super().forward(x), super().forward(x)
-    return Net(6, 5)
-
-
 def test_evaluate_takes_losses_where_the_metric_does(backend):
     replicas = network(backend, on(0))
-    with pytest.raises(TypeError, match="Pass the loss"):
-        mgpu.evaluate(replicas, DATA, "loss")
-    with pytest.raises(TypeError, match="all others the network's"):
-        mgpu.evaluate(replicas, DATA, "acc", loss=LOSS)
-    for loss in (None, LOSS):
+    for metric, loss in (("loss", None), ("acc", LOSS), (["acc", "loss"],
+                         None), (["acc", "loss"], LOSS)):
         with pytest.raises(TypeError, match="Evaluate each kind by itself"):
-            mgpu.evaluate(replicas, DATA, ["acc", "loss"], loss=loss)
+            mgpu.evaluate(replicas, DATA, metric, loss=loss)
     with pytest.raises(ValueError, match="one example or more"):
         mgpu.evaluate(replicas, [], "acc")
-    pair = mgpu.initialize(two_outputs(backend), on(0, 1), "uniform",
-                           dtype="float64")
+    pair = mgpu.initialize(several_inputs(
+        backend, lambda dense, x: (dense(x), dense(x)), (6, 5)), on(0, 1),
+        "uniform", dtype="float64")
     with pytest.raises(TypeError, match="a tuple of 2 arrays"):
         mgpu.evaluate(pair, DATA, "acc")
-    with pytest.raises(TypeError, match="Replicas that"):
-        mgpu.evaluate(replicas.net, DATA, "acc")
+    assert mgpu.evaluate(replicas.net, DATA, "acc") \
+        == mgpu.evaluate(replicas, DATA, "acc")
 
 
 # -- several processes --------------------------------------------------------
