@@ -314,17 +314,17 @@ def repacked(change):
 
 @pytest.mark.parametrize("apply, message", [
     (damage(IMAGES, repacked(lambda d: b"\0\0\x08\x01" + d[4:])),
-     r"received \d+ bytes, magic number 2049 instead of 2051"),
+     r"received \d+ bytes with magic number 2049 and"),
     (damage(IMAGES, lambda d: b"", packed=False), "received 0 bytes"),
     (damage(IMAGES, repacked(lambda d: d[:-1])),
-     "as its header says; received 32159 bytes instead of 32160 for shape "
-     r"\(41, 28, 28\)"),
+     "as its header says; received 32159 bytes with magic number 2051 and "
+     r"shape \(41, 28, 28\)"),
     (damage(IMAGES, lambda d: d[:-8] + b"\1\2\3\4" + d[-4:]),
      "truncated or corrupt .*CRC"),
     (damage(LABELS, repacked(lambda d: idx(np.zeros(40, np.uint8)))),
      "one label per image; received 41 images in .* and 40 labels in"),
     (damage(IMAGES, repacked(lambda d: idx(np.zeros((0, 28, 28), np.uint8)))),
-     "received no example"),
+     r"and shape \(0, 28, 28\)"),
 ])
 def test_a_wrong_file_is_refused(apply, message, tmp_path, env):
     name = apply(tmp_path / "idx")
@@ -403,17 +403,12 @@ def assert_complete(cache, server):
     assert {p.name: p.read_bytes() for p in cache.iterdir()} == server.files
 
 
-def test_a_download_fills_the_cache_once(server, cache, capsys):
+def test_a_download_fills_the_cache_once(server, cache):
     train, test = datasets.fashion_mnist(16)
     assert_complete(cache, server)
     assert (train.num_examples, test.num_examples) == (41, 13)
     assert train.info["source"] == str(cache)
     assert server.log == [name + ".gz" for name in FILES]
-    plain = cache.parent / "plain"
-    plain.touch()       # its mode is what the umask leaves
-    assert {p.stat().st_mode for p in cache.iterdir()} == {
-        plain.stat().st_mode}
-    assert str(cache) in capsys.readouterr().err
     datasets.fashion_mnist(16)
     assert len(server.log) == 4, "the second call must use the cache"
 
@@ -454,7 +449,7 @@ def test_a_wrong_checksum_is_refused_and_the_file_removed(server, cache):
     with pytest.raises(ValueError, match="MD5") as error:
         datasets.fashion_mnist(16)
     for part in (server.url + name, found, datasets._MD5[LABELS],
-                 "deleted", "MGPU_DATA", str(cache)):
+                 "Deleted", "MGPU_DATA", str(cache)):
         assert part in str(error.value)
     assert os.listdir(cache) == [IMAGES + ".gz"]
 
