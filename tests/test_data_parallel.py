@@ -11,10 +11,9 @@ import pytest
 import mgpu
 from conftest import BACKENDS
 from helpers import on
-from nets import functional_norm
 
 #: batch sizes: even, uneven, one example, fewer than devices
-SIZES = (8, 7, 8, 3, 1, 8)
+SIZES = (8, 7, 3, 1, 8)
 COUNTS = pytest.mark.device_counts(1, 3)
 
 
@@ -43,7 +42,6 @@ def torch_networks():
     """Name -> a function that makes a network of (n, 6) -> (n, 3)."""
     import torch
     from torch import nn
-    from torch.nn.utils import prune
     from torch.utils.checkpoint import checkpoint
 
     class Net(nn.Module):
@@ -55,20 +53,10 @@ def torch_networks():
         def forward(self, x):
             return self.out(self.b(self.a(x).relu()).tanh())
 
-    class Tied(Net):
-        def __init__(self):
-            super().__init__()
-            self.b.weight = self.a.weight
-
     class Reentrant(Net):
         def forward(self, x):
             return self.out(checkpoint(self.a, x.requires_grad_(),
                                        use_reentrant=True))
-
-    class Recomputed(Net):
-        def forward(self, x):
-            return self.out(checkpoint(lambda x: self.b(self.a(x).relu()), x,
-                                       use_reentrant=False))
 
     class Counting(Net):
         def __init__(self):
@@ -98,15 +86,6 @@ def torch_networks():
             x.mul_(2)
             return super().forward(x)
 
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn, self.out = nn.LSTM(2, 5, batch_first=True), \
-                nn.Linear(5, 3)
-
-        def forward(self, x):
-            return self.out(self.rnn(x.reshape(-1, 3, 2))[0][:, -1])
-
     class InLists(Net):
         """Layers in a list, a closure and a bound method."""
 
@@ -119,11 +98,8 @@ def torch_networks():
         def forward(self, x):
             return self.last(self.inner(self.layers[0](x).relu()))
     found = {cls.__name__: cls for cls in (
-        Net, Tied, Reentrant, Recomputed, Counting, Hidden, InPlace,
-        Recurrent, InLists)}
-    found["WeightNorm"] = lambda: nn.Sequential(
-        nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.Tanh(),
-        nn.Linear(8, 3))
+        Net, Reentrant, Counting, Hidden, InPlace, InLists)}
+
     class Attention(nn.Module):
         def __init__(self):
             super().__init__()
@@ -134,13 +110,9 @@ def torch_networks():
             x = x.reshape(-1, 3, 2)
             return self.attention(x, x, x)[0].flatten(1) @ self.more[0]
     found["Attention"] = Attention
-    found["Pruned"] = lambda: nn.Sequential(prune.l1_unstructured(
-        nn.Linear(6, 8), "weight", 0.5), nn.Linear(8, 3))
     found["SpectralNorm"] = lambda: nn.Sequential(
         nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Tanh(),
         nn.Linear(8, 3))
-    found["Frozen"] = lambda: nn.Sequential(
-        nn.Linear(6, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 3))
     return found
 
 
@@ -174,12 +146,10 @@ def torch_loop(net, loss=None, optimizer=None, sizes=SIZES):
                      for x in net.state_dict().values())]
 
 
-@COUNTS
 @ON_TORCH
 @pytest.mark.parametrize("name", [
-    "Net", "Tied", "Reentrant", "Recomputed", "Counting", "InPlace",
-    "Recurrent", "InLists", "WeightNorm", "Attention", "Pruned",
-    "SpectralNorm", "Frozen"])
+    "Net", "Reentrant", "Counting", "InPlace", "InLists", "Attention",
+    "SpectralNorm"])
 def test_a_torch_loop(backend, devices, name):
     same(lambda wrap: torch_loop(wrap(torch_net(name))), devices)
 
@@ -227,35 +197,26 @@ def test_what_forward_leaves_for_a_loss(backend, devices):
         script(lambda net: mgpu.DataParallel(net, devices), total=True)
 
 
-def losses_of_a_batch():
+@ON_TORCH
+def test_losses_of_a_whole_batch(backend, devices):
+    """With class weights; of all pairs of examples."""
     import torch
     from torch.nn import functional as F
     weights = torch.tensor([1., 2., 4.], dtype=torch.float64)
-    return {
-        "class weights": lambda z, y: F.cross_entropy(z, y, weights),
-        "ignored labels": lambda z, y: F.cross_entropy(
-            z, y.where(y != 1, -100), reduction="sum"),
-        "contrastive": lambda z, y: (z @ z.T).logsumexp(1).mean(),
-        "Barlow Twins": lambda z, y: (
-            (z.tanh().T @ z.tanh() / 8 - torch.eye(3)) ** 2).sum()}
+    for loss in (lambda z, y: F.cross_entropy(z, y, weights),
+                 lambda z, y: (z @ z.T).logsumexp(1).mean()):
+        same(lambda wrap: torch_loop(wrap(torch_net()), loss), devices)
 
 
 @ON_TORCH
-@pytest.mark.parametrize("name", ["class weights", "ignored labels",
-                                  "contrastive", "Barlow Twins"])
-def test_losses_of_a_whole_batch(backend, devices, name):
-    same(lambda wrap: torch_loop(wrap(torch_net()),
-                                 losses_of_a_batch()[name]), devices)
-
-
-@ON_TORCH
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "LBFGS"])
+@pytest.mark.parametrize("name", ["Adam", "LBFGS"])
 def test_optimizers_of_torch(backend, devices, name):
     import torch
 
     def script(wrap):
         net, (X, y) = wrap(torch_net()), torch_batch(8, 0)
-        optimizer = getattr(torch.optim, name)(net.parameters(), 0.01)
+        optimizer = getattr(torch.optim, name)(
+            net.parameters(), 0.01, **{"max_iter": 4} if name == "LBFGS" else {})
         found = []
 
         def closure():
@@ -263,7 +224,7 @@ def test_optimizers_of_torch(backend, devices, name):
             loss = torch.nn.functional.cross_entropy(net(X), y)
             loss.backward()
             return loss
-        for _ in range(4):
+        for _ in range(2):
             found.append(optimizer.step(closure).item())
         return [found]
     # Adam divides by roots of sums of the smallest gradients.
@@ -278,7 +239,7 @@ def test_derivatives_of_derivatives(backend, devices):
     def script(wrap):
         net = wrap(torch_net())
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        for seed in range(4):
+        for seed in range(2):
             X, y = torch_batch(8, seed)
             loss = torch.nn.functional.cross_entropy(
                 net(X.requires_grad_()), y)
@@ -311,7 +272,6 @@ def test_two_backward_passes(backend, devices):
 
 
 @ON_TORCH
-@COUNTS
 @pytest.mark.parametrize("lengths", [(5, 4, 4, 2), (2, 4, 5, 3, 4)],
                          ids=["sorted", "unsorted"])
 def test_packed_sequences_are_split_by_their_examples(backend, devices,
@@ -369,17 +329,17 @@ def test_writes_to_the_network(backend, devices):
 
     def script(wrap):
         net = wrap(torch_net())
-        found = torch_loop(net)
+        found = torch_loop(net, sizes=[7])
         net.a.weight.data.mul_(0.5)
-        found += torch_loop(net)
+        found += torch_loop(net, sizes=[7])
         net.load_state_dict({name: x * 0.9
                              for name, x in net.state_dict().items()})
         net.b.weight.requires_grad_(False)
-        found += torch_loop(net)
+        found += torch_loop(net, sizes=[7])
         net.b.weight.requires_grad_(True)
         torch.manual_seed(1)
         net.out = torch.nn.Linear(6, 3).double()
-        return found + torch_loop(net)
+        return found + torch_loop(net, sizes=[7, 8])
     same(script, devices)
 
 
@@ -403,7 +363,7 @@ def test_nested_arguments_and_outputs(backend, devices):
         net = wrap(Nested().double(), whole="table",
                    batch_axis={"names": list})
         found = []
-        for size in (9, 12, 7):
+        for size in (9, 7):
             X, y = torch_batch(size, 0)
             names = [str(n) for n in range(size)]
             out = net({"x": X, "more": [X + 1]}, scale=2.0, names=names,
@@ -429,7 +389,6 @@ def test_evaluation_uses_the_networks_statistics(backend, devices):
     torch.testing.assert_close(parallel(X), net(X), rtol=0, atol=1e-15)
 
 
-@COUNTS
 @ON_TORCH
 def test_batch_statistics_of_all_devices(backend, devices):
     """``batch_norm="sync"``: those of one device, running ones too."""
@@ -461,8 +420,7 @@ def test_dropout_between_batch_statistics_of_all_devices(backend, devices):
         return torch.stack([net(torch.ones(8, 6).double())
                             for _ in range(4)])
     first = outputs()
-    for _ in range(3):
-        torch.testing.assert_close(outputs(), first, rtol=0, atol=0)
+    torch.testing.assert_close(outputs(), first, rtol=0, atol=0)
     rows = first.reshape(-1, 6).unique(dim=0)
     assert len(rows) > 16       # of 32: no mask is that of all devices
 
@@ -517,18 +475,11 @@ def gluon_networks():
         def __init__(self):
             super().__init__()
             with self.name_scope():
-                self.a, self.out = nn.Dense(6, in_units=6), nn.Dense(3)
-                self.b = self.second()
-
-        def second(self):
-            return nn.Dense(6)
+                self.a, self.b = nn.Dense(6, in_units=6), nn.Dense(6)
+                self.out = nn.Dense(3)
 
         def forward(self, x):
             return self.out(self.b(mx.nd.relu(self.a(x))))
-
-    class Tied(Net):
-        def second(self):
-            return nn.Dense(6, in_units=6, params=self.a.params)
 
     class Counting(Net):
         count = 0
@@ -554,13 +505,6 @@ def gluon_networks():
         def forward(self, x):
             return self.out(self.inner(mx.nd.relu(self.layers[0](x))))
 
-    def convolution():
-        net = nn.HybridSequential()
-        net.add(nn.HybridLambda(lambda F, x: x.reshape((0, 1, 3, 2))),
-                nn.Conv2D(4, 2), nn.Activation("relu"), nn.Flatten(),
-                nn.LayerNorm(), nn.Dense(3))
-        return net
-
     class Constant(gluon.HybridBlock):
         """A parameter of its own, frozen ones, a constant."""
 
@@ -579,10 +523,8 @@ def gluon_networks():
         net.add(nn.Dense(8, activation="tanh"), nn.Dense(3))
         net.hybridize(**flags)
         return net
-    return {**{cls.__name__: cls for cls in (Net, Tied, Counting, Hidden,
-                                             InLists)},
-            "Hybrid": hybrid, "Convolution": convolution,
-            "Constant": Constant,
+    return {**{cls.__name__: cls for cls in (Net, Counting, Hidden, InLists,
+                                             Constant)}, "Hybrid": hybrid,
             "Static": lambda: hybrid(static_alloc=True, static_shape=True)}
 
 
@@ -614,15 +556,13 @@ def gluon_loop(net, loss=None, optimizer="sgd", sizes=SIZES):
                      for p in net.collect_params().values())]
 
 
-@COUNTS
 @ON_MXNET
-@pytest.mark.parametrize("name", ["Net", "Tied", "Counting", "InLists",
-                                  "Hybrid", "Convolution", "Constant"])
+@pytest.mark.parametrize("name", ["Net", "Counting", "InLists", "Hybrid",
+                                  "Constant"])
 def test_a_gluon_loop(backend, devices, name):
     same(lambda wrap: gluon_loop(wrap(gluon_net(name))), devices)
 
 
-@COUNTS
 @ON_MXNET
 @pytest.mark.parametrize("deferred", [False, True])
 def test_batch_statistics_of_all_contexts(backend, devices, deferred):
@@ -649,17 +589,15 @@ def test_batch_statistics_of_all_contexts(backend, devices, deferred):
     same(script, devices)
 
 
-@COUNTS
 @ON_MXNET
 def test_static_shapes(backend, devices):
     """Of other sizes; a batch on fewer devices would have wrong gradients."""
     same(lambda wrap: gluon_loop(wrap(gluon_net("Static")),
                                  sizes=[8, 7, 8]), devices)
-    if len(devices) > 1:
-        with pytest.raises(ValueError, match=rf"1 device\(s\) after one on "
-                           rf"{len(devices)}.*static_shape=True"):
-            gluon_loop(mgpu.DataParallel(gluon_net("Static"), devices),
-                       sizes=[8, 1])
+    with pytest.raises(ValueError, match=r"1 device\(s\) after one on 3.*"
+                       "static_shape=True"):
+        gluon_loop(mgpu.DataParallel(gluon_net("Static"), devices),
+                   sizes=[8, 1])
 
 
 @COUNTS
@@ -704,10 +642,9 @@ def test_what_forward_leaves_for_the_loss(backend, devices):
 
 
 @ON_MXNET
-@pytest.mark.parametrize("optimizer", ["adam", "nag"])
-def test_optimizers_of_gluon(backend, devices, optimizer):
+def test_optimizers_of_gluon(backend, devices):
     # adam divides by roots of sums of the smallest gradients
-    same(lambda wrap: gluon_loop(wrap(gluon_net()), optimizer=optimizer),
+    same(lambda wrap: gluon_loop(wrap(gluon_net()), optimizer="adam"),
          devices, 1e-10)
 
 
@@ -893,18 +830,6 @@ def test_joint_statistics_in_a_network_whose_axes_agree_by_chance(
 
 
 @ON_TORCH
-def test_functional_and_instance_norms_are_not_joined(backend, devices):
-    import torch
-    from torch import nn
-
-    X = torch.ones(6, 6)
-    for net, x in ((functional_norm(6), X), (nn.InstanceNorm1d(
-            2, track_running_stats=True), X.reshape(6, 2, 3))):
-        with pytest.raises(ValueError, match="joins the framework's batch-n"):
-            mgpu.DataParallel(net, devices, batch_norm="sync")(x)
-
-
-@ON_TORCH
 def test_named_results_of_torch_are_joined(backend, devices):
     import torch
     net = mgpu.DataParallel(network(backend, lambda x, y: x.max(1)), devices)
@@ -932,16 +857,3 @@ def test_further_arguments_have_numbers(backend, devices):
         mgpu.DataParallel(Net(), devices)(ones(6, 3), ones(6))
     net = mgpu.DataParallel(Net(), devices, batch_axis={"argument 1": 0})
     assert tuple(net(ones(6, 3), ones(6)).shape) == (6, 3)
-
-
-@ON_MXNET
-def test_layers_that_mxnet_does_not_train_on_several_contexts(
-        backend, devices):
-    from mxnet.gluon import contrib, nn
-    for layer, words in (
-            (contrib.nn.SyncBatchNorm(num_devices=3), "SyncBatchNorm.*waits"),
-            (nn.Conv2DTranspose(4, 2), "transposed convolution")):
-        layer.initialize()
-        with pytest.raises(ValueError, match=words):
-            mgpu.DataParallel(layer, devices)
-        mgpu.DataParallel(layer, devices[:1])
