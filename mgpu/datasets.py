@@ -799,11 +799,9 @@ def _path(folder: str, name: str) -> str:
 
 def _folder(root: Any, download: bool) -> str:
     """The folder that holds the four files; fills the cache if it may."""
-    if root == "":
-        raise ValueError("root must name a folder; received an empty string. "
-                         "Use None to search MGPU_DATA and the cache.")
     by = "MGPU_DATA" if root is None else "root"
-    named = environment.data_folder() if root is None else os.fspath(root)
+    named = environment.data_folder() if root is None \
+        else os.fspath(root) or "."
     cache = (os.environ.get("XDG_CACHE_HOME")
              or os.path.join(os.path.expanduser("~"), ".cache"))
     folder = named or os.path.join(cache, "mgpu", "fashion-mnist")
