@@ -10,11 +10,10 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
-from helpers import on
+from helpers import bricks, on
 
 #: batch sizes: even, uneven, one example, fewer than devices
 SIZES = (8, 7, 3, 1, 8)
-COUNTS = pytest.mark.device_counts(1, 3)
 
 
 def numbers(size, seed, columns=6):
@@ -32,42 +31,31 @@ def same(script, devices, tolerance=1e-12):
                                atol=tolerance)
 
 
-# -- torch --------------------------------------------------------------------
+ON_TORCH, ON_MXNET = (pytest.mark.parametrize(
+    "backend", {name} & set(BACKENDS), indirect=True)
+    for name in ("torch", "mxnet"))
 
-ON_TORCH = pytest.mark.parametrize("backend", [
-    name for name in BACKENDS if name == "torch"], indirect=True)
 
+# -- both ---------------------------------------------------------------------
 
-def torch_networks():
-    """Name -> a function that makes a network of (n, 6) -> (n, 3)."""
-    import torch
-    from torch import nn
-    from torch.utils.checkpoint import checkpoint
+def networks(backend):
+    """Networks of (n, 6) -> (n, 3), by name."""
+    base, dense = bricks(backend)
 
-    class Net(nn.Module):
+    class Net(base):
         def __init__(self):
             super().__init__()
-            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-            self.out = nn.Linear(6, 3)
+            self.a, self.b, self.out = dense(6, 6), dense(6, 6), dense(6, 3)
 
         def forward(self, x):
             return self.out(self.b(self.a(x).relu()).tanh())
 
-    class Reentrant(Net):
-        def forward(self, x):
-            return self.out(checkpoint(self.a, x.requires_grad_(),
-                                       use_reentrant=True))
-
     class Counting(Net):
-        def __init__(self):
-            super().__init__()
-            self.count = 0
-            self.register_buffer("total", torch.zeros(()))
+        count = 0
 
         def forward(self, x):
             self.count += 1
-            self.total += 1
-            return super().forward(x) / (self.count + self.total)
+            return super().forward(x) / self.count
 
     class Hidden(Net):
         """Carries a state from batch to batch, with its graph cut."""
@@ -79,12 +67,7 @@ def torch_networks():
             if self.state is not None and len(self.state) == len(z):
                 z = z + self.state
             self.state = z.detach().tanh()
-            return self.out(z)
-
-    class InPlace(Net):
-        def forward(self, x):
-            x.mul_(2)
-            return super().forward(x)
+            return self.out(self.b(z))
 
     class InLists(Net):
         """Layers in a list, a closure and a bound method."""
@@ -97,8 +80,96 @@ def torch_networks():
 
         def forward(self, x):
             return self.last(self.inner(self.layers[0](x).relu()))
-    found = {cls.__name__: cls for cls in (
-        Net, Reentrant, Counting, Hidden, InPlace, InLists)}
+
+    class Auxiliary(Net):
+        total = False
+
+        def forward(self, x):
+            z = super().forward(x)
+            self.extra = [(z ** 2).mean() if self.total else (z ** 2).sum(1)]
+            return z
+    return {cls.__name__: cls for cls in (Net, Counting, Hidden, InLists,
+                                          Auxiliary)}
+
+
+def made(backend, name="Net"):
+    return (torch_net if backend.name == "torch" else gluon_net)(name)
+
+
+def loop(backend, net, *args, **options):
+    return (torch_loop if backend.name == "torch" else gluon_loop)(
+        net, *args, **options)
+
+
+@pytest.mark.parametrize("name", ["Net", "Counting", "InLists"])
+def test_a_training_loop(backend, devices, name):
+    same(lambda wrap: loop(backend, wrap(made(backend, name))), devices)
+
+
+@pytest.mark.device_counts(1, 3)
+def test_a_carried_state(backend, devices):
+    """It begins anew with each batch of another size: also where a device
+    has as many examples as before. Afterwards the network has that of all
+    examples; the user may set another one, or write to it."""
+    def script(wrap):
+        net = wrap(made(backend, "Hidden"))
+        found = loop(backend, net, sizes=[8, 8, 7, 8, 8, 6, 6])
+        found.append(mgpu.to_numpy(net.state).ravel())
+        net.state = mgpu.put(np.arange(36.).reshape(6, 6), mgpu.cpu(0))
+        found += loop(backend, net, sizes=[6, 6])
+        net.state[:] = net.state * 2
+        return found + loop(backend, net, sizes=[6])
+    same(script, devices)
+
+
+def test_what_forward_leaves_for_a_loss(backend, devices):
+    """A value for each example is joined; one number is an error."""
+    def script(wrap, total=False):
+        net = made(backend, "Auxiliary")
+        net.total = total
+        net = wrap(net)
+        return loop(backend, net, lambda z, y: (z ** 2).sum(1).mean()
+                    + net.extra[0].mean(), sizes=(8, 6, 7))
+    same(script, devices)
+    with pytest.raises((RuntimeError, ValueError),
+                       match="Auxiliary.extra, which "):
+        script(lambda net: mgpu.DataParallel(net, devices), total=True)
+
+
+def test_an_optimizer_of_the_framework(backend, devices):
+    # Adam divides by roots of sums of the smallest gradients.
+    same(lambda wrap: loop(backend, wrap(made(backend)), optimizer="adam"),
+         devices, 1e-10)
+
+
+# -- torch --------------------------------------------------------------------
+
+def torch_networks():
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+    with mgpu.using_backend("torch") as backend:
+        found = networks(backend)
+    Net = found["Net"]
+
+    class Reentrant(Net):
+        def forward(self, x):
+            return self.out(checkpoint(self.a, x.requires_grad_(),
+                                       use_reentrant=True))
+
+    class Buffer(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("total", torch.zeros(()))
+
+        def forward(self, x):
+            self.total += 1
+            return super().forward(x) / self.total
+
+    class InPlace(Net):
+        def forward(self, x):
+            x.mul_(2)
+            return super().forward(x)
 
     class Attention(nn.Module):
         def __init__(self):
@@ -109,11 +180,12 @@ def torch_networks():
         def forward(self, x):
             x = x.reshape(-1, 3, 2)
             return self.attention(x, x, x)[0].flatten(1) @ self.more[0]
-    found["Attention"] = Attention
-    found["SpectralNorm"] = lambda: nn.Sequential(
-        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Tanh(),
-        nn.Linear(8, 3))
-    return found
+
+    def SpectralNorm():
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(
+            nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 3))
+    return {**found, **{make.__name__: make for make in (
+        Reentrant, Buffer, InPlace, Attention, SpectralNorm)}}
 
 
 def torch_batch(size, seed):
@@ -128,12 +200,13 @@ def torch_net(name="Net"):
     return torch_networks()[name]().double()
 
 
-def torch_loop(net, loss=None, optimizer=None, sizes=SIZES):
+def torch_loop(net, loss=None, optimizer="sgd", sizes=SIZES):
     """The losses and the last values of a plain training loop."""
     import torch
     loss = loss or torch.nn.functional.cross_entropy
-    optimizer = (optimizer or (lambda params: torch.optim.SGD(
-        params, 0.1, momentum=0.9)))(net.parameters())
+    optimizer = torch.optim.Adam(net.parameters(), 0.01) \
+        if optimizer == "adam" else torch.optim.SGD(net.parameters(), 0.1,
+                                                    momentum=0.9)
     found = []
     for seed, size in enumerate(sizes):
         X, y = torch_batch(size, seed)
@@ -147,54 +220,10 @@ def torch_loop(net, loss=None, optimizer=None, sizes=SIZES):
 
 
 @ON_TORCH
-@pytest.mark.parametrize("name", [
-    "Net", "Reentrant", "Counting", "InPlace", "InLists", "Attention",
-    "SpectralNorm"])
+@pytest.mark.parametrize("name", ["Reentrant", "Buffer", "InPlace",
+                                  "Attention", "SpectralNorm"])
 def test_a_torch_loop(backend, devices, name):
     same(lambda wrap: torch_loop(wrap(torch_net(name))), devices)
-
-
-@COUNTS
-@ON_TORCH
-def test_a_carried_state(backend, devices):
-    """It begins anew with each batch of another size: also where a device
-    has as many examples as before. Afterwards the network has that of all
-    examples; the user may set another one, or write to it."""
-    import torch
-
-    def script(wrap):
-        net = wrap(torch_net("Hidden"))
-        found = torch_loop(net, sizes=[8, 8, 7, 8, 8, 6, 6])
-        found.append(net.state.numpy().ravel())
-        net.state = torch.arange(36.).double().reshape(6, 6)
-        found += torch_loop(net, sizes=[6, 6])
-        net.state.mul_(2)
-        return found + torch_loop(net, sizes=[6])
-    same(script, devices)
-
-
-@ON_TORCH
-def test_what_forward_leaves_for_a_loss(backend, devices):
-    """A value for each example is joined; one number is an error."""
-    import torch
-
-    class Auxiliary(torch.nn.Linear):
-        def forward(self, x):
-            z = super().forward(x)
-            self.extra = [(z ** 2).mean() if self.total
-                          else (z ** 2).sum(1)]
-            return z
-
-    def script(wrap, total=False):
-        torch.manual_seed(0)
-        net = Auxiliary(6, 3).double()
-        net.total = total
-        net = wrap(net)
-        return torch_loop(net, lambda z, y: torch.nn.functional.cross_entropy(
-            z, y) + net.extra[0].mean(), sizes=(8, 6, 7))
-    same(script, devices)
-    with pytest.raises(RuntimeError, match="Auxiliary.extra, which forward"):
-        script(lambda net: mgpu.DataParallel(net, devices), total=True)
 
 
 @ON_TORCH
@@ -209,25 +238,19 @@ def test_losses_of_a_whole_batch(backend, devices):
 
 
 @ON_TORCH
-@pytest.mark.parametrize("name", ["Adam", "LBFGS"])
-def test_optimizers_of_torch(backend, devices, name):
+def test_an_optimizer_that_calls_a_closure(backend, devices):
     import torch
 
     def script(wrap):
         net, (X, y) = wrap(torch_net()), torch_batch(8, 0)
-        optimizer = getattr(torch.optim, name)(
-            net.parameters(), 0.01, **{"max_iter": 4} if name == "LBFGS" else {})
-        found = []
+        optimizer = torch.optim.LBFGS(net.parameters(), 0.01, max_iter=4)
 
         def closure():
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(net(X), y)
             loss.backward()
             return loss
-        for _ in range(2):
-            found.append(optimizer.step(closure).item())
-        return [found]
-    # Adam divides by roots of sums of the smallest gradients.
+        return [[optimizer.step(closure).item() for _ in range(3)]]
     same(script, devices, 1e-10)
 
 
@@ -459,51 +482,12 @@ def test_it_has_the_networks_names_and_is_copied_like_it(backend, devices):
 
 # -- Gluon --------------------------------------------------------------------
 
-ON_MXNET = pytest.mark.parametrize("backend", [
-    name for name in BACKENDS if name == "mxnet"], indirect=True)
-
-
 def gluon_networks():
-    """Name -> a function that makes a network of (n, 6) -> (n, 3)."""
     import mxnet as mx
     from mxnet import gluon
     from mxnet.gluon import nn
-
-    class Net(gluon.Block):
-        state = None
-
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.a, self.b = nn.Dense(6, in_units=6), nn.Dense(6)
-                self.out = nn.Dense(3)
-
-        def forward(self, x):
-            return self.out(self.b(mx.nd.relu(self.a(x))))
-
-    class Counting(Net):
-        count = 0
-
-        def forward(self, x):
-            self.count += 1
-            return super().forward(x) / self.count
-
-    class Hidden(Net):
-        def forward(self, x):
-            z = self.a(x)
-            if self.state is not None and len(self.state) == len(z):
-                z = z + self.state
-            self.state = mx.nd.tanh(z).detach()
-            return self.out(self.b(z))
-
-    class InLists(Net):
-        def __init__(self):
-            super().__init__()
-            layer, self.layers = self.b, [self.a]
-            self.inner = lambda x: layer(x)
-
-        def forward(self, x):
-            return self.out(self.inner(mx.nd.relu(self.layers[0](x))))
+    with mgpu.using_backend("mxnet") as backend:
+        found = networks(backend)
 
     class Constant(gluon.HybridBlock):
         """A parameter of its own, frozen ones, a constant."""
@@ -523,8 +507,7 @@ def gluon_networks():
         net.add(nn.Dense(8, activation="tanh"), nn.Dense(3))
         net.hybridize(**flags)
         return net
-    return {**{cls.__name__: cls for cls in (Net, Counting, Hidden, InLists,
-                                             Constant)}, "Hybrid": hybrid,
+    return {**found, "Constant": Constant, "Hybrid": hybrid,
             "Static": lambda: hybrid(static_alloc=True, static_shape=True)}
 
 
@@ -557,8 +540,7 @@ def gluon_loop(net, loss=None, optimizer="sgd", sizes=SIZES):
 
 
 @ON_MXNET
-@pytest.mark.parametrize("name", ["Net", "Counting", "InLists", "Hybrid",
-                                  "Constant"])
+@pytest.mark.parametrize("name", ["Hybrid", "Constant"])
 def test_a_gluon_loop(backend, devices, name):
     same(lambda wrap: gluon_loop(wrap(gluon_net(name))), devices)
 
@@ -598,54 +580,6 @@ def test_static_shapes(backend, devices):
                        "static_shape=True"):
         gluon_loop(mgpu.DataParallel(gluon_net("Static"), devices),
                    sizes=[8, 1])
-
-
-@COUNTS
-@ON_MXNET
-def test_a_carried_state_of_a_block(backend, devices):
-    """Afterwards the network has that of all examples."""
-    import mxnet as mx
-
-    def script(wrap):
-        net = wrap(gluon_net("Hidden"))
-        found = gluon_loop(net, sizes=[8, 8, 7, 8, 8])
-        found.append(net.state.asnumpy().ravel())
-        net.state = mx.nd.array(np.arange(48.).reshape(8, 6),
-                                dtype="float64")
-        return found + gluon_loop(net, sizes=[8] * 2)
-    same(script, devices)
-
-
-@ON_MXNET
-def test_what_forward_leaves_for_the_loss(backend, devices):
-    """A value for each example is joined; one number is an error."""
-    from mxnet import gluon
-    from mxnet.gluon import nn
-
-    class Auxiliary(nn.Dense):
-        def forward(self, x):
-            z = super().forward(x)
-            self.extra = (z ** 2).mean() if self.total else \
-                (z ** 2).sum(axis=1)
-            return z
-    softmax = gluon.loss.SoftmaxCrossEntropyLoss()
-
-    def script(wrap, total=False):
-        net = gluon_net(made=lambda: Auxiliary(3, in_units=6))
-        net.total = total
-        net = wrap(net)
-        return gluon_loop(net, lambda z, y: softmax(z, y) + net.extra)
-    same(script, devices)
-    with pytest.raises(ValueError, match=r"Auxiliary.extra, which differs .*"
-                       "Return it from forward"):
-        script(lambda net: mgpu.DataParallel(net, devices), total=True)
-
-
-@ON_MXNET
-def test_optimizers_of_gluon(backend, devices):
-    # adam divides by roots of sums of the smallest gradients
-    same(lambda wrap: gluon_loop(wrap(gluon_net()), optimizer="adam"),
-         devices, 1e-10)
 
 
 @ON_MXNET
@@ -689,22 +623,13 @@ def test_files_of_a_block(backend, devices, tmp_path):
     assert parallel.a is net.a and parallel.module is net
 
 
-# -- both ---------------------------------------------------------------------
+# -- arguments and outputs ----------------------------------------------------
 
 def network(backend, function):
     """A network without parameters."""
-    if backend.name == "torch":
-        from torch import nn
-
-        class Function(nn.Module):
-            def forward(self, x, y=None):
-                return function(x, y)
-    else:
-        from mxnet import gluon
-
-        class Function(gluon.Block):
-            def forward(self, x, y=None):
-                return function(x, y)
+    class Function(bricks(backend)[0]):
+        def forward(self, x, y=None):
+            return function(x, y)
     return Function()
 
 
