@@ -6,8 +6,8 @@ added up over processes. What they exchange is differentiable, so the
 gradient of the joint statistics is exact.
 """
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from math import prod
 from typing import Any
@@ -24,22 +24,8 @@ Array = Any
 Turn = Callable[[int], AbstractContextManager[Any]]
 
 
-class _OthersStopped(Exception):
-    """Another replica failed or finished: the error is its own."""
-
-
-class _Round:
-    """What the threads of a `Meeting` give once, and what they make of it."""
-
-    def __init__(self) -> None:
-        self.given: dict[int, tuple[str, Any]] = {}
-        self.ready = threading.Event()      # for the first thread to join
-        self.joined = threading.Event()     # for all others
-        self.result: Any = None
-
-    def cancel(self) -> None:
-        self.ready.set()
-        self.joined.set()
+#: where a thread is that has passed all layers
+_END = "the end"
 
 
 class Meeting:
@@ -47,16 +33,17 @@ class Meeting:
 
     def __init__(self, active: Sequence[int]) -> None:
         self._members = list(active)
-        self._changing = threading.Condition()
+        # Twice a round: all have given, and the first has joined.
+        self._barrier = threading.Barrier(len(self._members))
+        self._given: dict[int, tuple[str, Any]] = {}
+        self._result: Any = None
         # Hundreds of threads that run at once ask each other for Python's
         # lock, in time that grows with the square of their number.
         self._cores = threading.Semaphore(cpu_cores())
         self._turn: Turn | None = None
-        self._busy = False      # whether one of those in turn runs
+        self._changing = threading.Condition()
+        self._arrived = 0       # of those in turn, in this round
         self._at_work: dict[int, ExitStack] = {}
-        self._rounds: list[_Round] = []
-        self._at = dict.fromkeys(self._members, 0)
-        self._stopped: list[int] = []
         self._errors: dict[int, BaseException] = {}
 
     def place(self, index: int) -> int:
@@ -72,72 +59,43 @@ class Meeting:
         the number of devices, not with its square, and what the thread
         records has the same order in every run.
         """
-        if index in self._stopped:      # a pass that nobody else makes
-            raise _OthersStopped
-        with self._changing:
-            number = self._at[index]
-            self._at[index] += 1
-            if number == len(self._rounds):
-                self._rounds.append(_Round())
-            here = self._rounds[number]
-            here.given[index] = place, value
-            if len(here.given) == len(self._members):
-                here.ready.set()
-            elif any(i not in here.given for i in self._stopped):
-                here.cancel()
+        self._given[index] = place, value
+        self._at_work[index].close()
+        self._barrier.wait()
         if index == self._members[0]:
-            self._wait(index, here.ready)
-            try:
-                if len(here.given) == len(self._members):
-                    here.result = join(self._values(here))
-            finally:
-                here.joined.set()
-        else:
-            self._wait(index, here.joined)
-        if here.result is None:
-            raise _OthersStopped
-        return here.result
-
-    @contextmanager
-    def _running(self, index: int) -> Iterator[None]:
-        """A block in which the thread of a device runs, but for `_wait`."""
-        with ExitStack() as stack:
-            self._at_work[index] = stack
-            self._go_on(index)
-            yield
+            self._arrived = 0
+            self._result = join(self._values())
+        self._barrier.wait()
+        result = self._result       # stays until all have given again
+        self._go_on(index)
+        return result
 
     def _go_on(self, index: int) -> None:
+        """The thread of a device runs from here on, to the next round."""
         stack = self._at_work[index]
         if self._turn is None:
             stack.enter_context(self._cores)
             return
         number = self.place(index)
         with self._changing:
-            self._changing.wait_for(lambda: not self._busy and all(
-                i in self._stopped or self._at[i] > self._at[index]
-                for i in self._members[:number]))
-            self._busy = True
-        stack.callback(self._leave)
+            self._changing.wait_for(lambda: self._arrived == number
+                                    or self._barrier.broken)
+        stack.callback(self._arrive)
         stack.enter_context(self._turn(number))
 
-    def _leave(self) -> None:
+    def _arrive(self) -> None:
         with self._changing:
-            self._busy = False
+            self._arrived += 1
             self._changing.notify_all()
 
-    def _wait(self, index: int, event: threading.Event) -> None:
-        self._at_work[index].close()
-        event.wait()
-        self._go_on(index)
-
-    def _values(self, here: _Round) -> list[Any]:
-        places = {i: here.given[i][0] for i in self._members}
+    def _values(self) -> list[Any]:
+        places = {i: self._given[i][0] for i in self._members}
         if len(set(places.values())) > 1:
             raise RuntimeError(
                 "synchronised batch normalisation needs the same layers in "
                 f"the same order on every device; received {places}. Use "
                 "batch_norm='per_device' for such a network.")
-        return [here.given[i][1] for i in self._members]
+        return [self._given[i][1] for i in self._members]
 
     def run(self, backend: base.Backend, thunks: Sequence[Callable[[], Any]],
             turn: Turn | None = None) -> list[Any]:
@@ -148,29 +106,25 @@ class Meeting:
 
         def guarded(i: int, thunk: Callable[[], Any]) -> Any:
             try:
-                with self._running(i):
-                    return thunk()
-            except _OthersStopped:
-                return None
+                with ExitStack() as self._at_work[i]:
+                    self._go_on(i)
+                    result = thunk()
+                    self.exchange(i, _END, None, lambda values: None)
+                    return result
+            except threading.BrokenBarrierError:
+                return None     # the error is another device's
             except BaseException as error:
                 self._errors[i] = error
-                return None
-            finally:
                 with self._changing:
-                    self._stopped.append(i)
+                    self._barrier.abort()
                     self._changing.notify_all()
-                    for here in self._rounds[self._at[i]:]:
-                        here.cancel()
+                return None
         results = backend.parallel(
             [partial(guarded, i, thunk) for i, thunk in zip(
                 self._members, thunks, strict=True)], rendezvous=True)
+        self._barrier.abort()   # for a pass that nobody else makes
         if self._errors:    # of several, the same one in every run
             raise self._errors[min(self._errors)]
-        if any(len(r.given) < len(self._members) for r in self._rounds):
-            raise RuntimeError(
-                "synchronised batch normalisation needs the same layers in "
-                "the same order on every device; received different numbers "
-                "of them. Use batch_norm='per_device' for such a network.")
         return results
 
 

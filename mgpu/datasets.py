@@ -23,11 +23,9 @@ package pooch: ``pip install pooch``.
 import functools
 import math
 import os
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +33,7 @@ import numpy as np
 from mgpu import arguments, distributed, environment
 from mgpu.arguments import integer, number, one_of
 from mgpu.backends import get_backend
-from mgpu.files import FilePath, part_of
+from mgpu.files import FilePath
 from mgpu.split import shard_bounds
 
 _NAMES = ("digits", "fashion-mnist", "synthetic")
@@ -59,7 +57,7 @@ _TIMEOUT = 30       # seconds that a server may be silent
 
 # IDX: two zero bytes, the type of the values (8: unsigned byte), the number
 # of dimensions; then each dimension, as four bytes, big end first.
-_IMAGES, _LABELS = 0x00000803, 0x00000801
+_UBYTES = 0x00000800
 
 Size = int | tuple[int, int] | None
 Arrays = tuple[np.ndarray, np.ndarray]
@@ -152,24 +150,21 @@ class BatchIterator:
                  shuffle: bool = True, drop_last: bool = False, *,
                  transform: Callable[[np.ndarray], np.ndarray] | None = None,
                  info: dict[str, Any] | None = None) -> None:
-        self._ordered(batch_size, seed)
         self._X, self.y = np.asarray(X), np.asarray(y)
         if len(self._X) != len(self.y):
             raise ValueError(
                 "X and y must have the same length; received "
                 f"{len(self._X)} examples and {len(self.y)} labels.")
-        self._counted(len(self.y), shuffle, drop_last)
         self._transform = transform
         # Whether no code of the user's makes the batches.
         self.fixed = transform is None
         self.info = None if info is None else dict(info)
-        self.epoch = 0
+        self._begin(len(self.y), batch_size, seed, shuffle, drop_last)
 
-    def _ordered(self, batch_size: int, seed: int) -> None:
+    def _begin(self, examples: int, batch_size: int, seed: int, shuffle: bool,
+               drop_last: bool) -> None:
         self.batch_size = arguments.batch_size(batch_size)
         self.seed = integer("seed", seed, 0)
-
-    def _counted(self, examples: int, shuffle: bool, drop_last: bool) -> None:
         self.num_examples = examples
         if not examples:
             raise ValueError("a data set needs at least one example; "
@@ -180,6 +175,7 @@ class BatchIterator:
                 f"and batch_size={self.batch_size}. Use a smaller "
                 "batch_size.")
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
+        self.epoch = 0
 
     @property
     def X(self) -> np.ndarray:
@@ -234,17 +230,11 @@ class BatchIterator:
     def __iter__(self) -> "Epoch":
         # The epoch is taken here, by iter(), not when the first batch is
         # asked for.
-        epoch, number = self._epoch, 0
-        if self._position[0] == epoch:      # it was set
-            number = self._position[1]
-        self._epoch = epoch + 1
-        self._position = self._stepped = epoch, number
-        return Epoch(self, epoch, number)
-
-    def _batches(self, epoch: int, first: int) -> Iterator[Arrays]:
-        # Now, not when the first batch is asked for: all ranks are here.
-        share = distributed.current().shares(shard_bounds)
-        return self._drawn(epoch, first, share)
+        if self._position[0] != self._epoch:    # it was not set
+            self._position = self._epoch, 0
+        self._stepped = self._position
+        self._epoch += 1
+        return Epoch(self, *self._position)
 
     def _drawn(self, epoch: int, first: int,
                share: Callable[[int], tuple[int, int]]) -> Iterator[Arrays]:
@@ -275,8 +265,7 @@ class BatchIterator:
     def contents(self) -> list[int | None]:
         """Checksums of what is known without a call of the user's code; None:
         not known."""
-        some = np.linspace(0, len(self.y) - 1, 64).astype(int)
-        return [_checksum_of((self.y, self._X[np.unique(some)]))]
+        return [_checksum_of((self.y, self._X[_some(len(self.y), 64)]))]
 
     @property
     def _contents(self) -> list[int | None]:
@@ -332,11 +321,8 @@ class IndexedIterator(BatchIterator):
 
     def __init__(self, dataset: Any, batch_size: int, seed: int = 0,
                  shuffle: bool = True, drop_last: bool = False) -> None:
-        self._ordered(batch_size, seed)
-        self._dataset = dataset
-        self._counted(len(dataset), shuffle, drop_last)
-        self.fixed, self.info = False, None
-        self.epoch = 0
+        self._dataset, self.fixed, self.info = dataset, False, None
+        self._begin(len(dataset), batch_size, seed, shuffle, drop_last)
 
     @functools.cached_property
     def contents(self) -> list[int | None]:
@@ -352,30 +338,34 @@ class IndexedIterator(BatchIterator):
         Labels that are others when they are read again do not count."""
         put_back = get_backend().kept_streams()
         try:
-            labels = {self._some_labels() for _ in range(3)}
+            labels = {_checksum_of([self._pair(i)[1] for i in _some(
+                self.num_examples, 16)]) for _ in range(3)}
         finally:
             put_back()
         return [*self.contents, labels.pop() if len(labels) == 1 else None]
 
-    def _some_labels(self) -> int | None:
-        pairs = [self._dataset[int(i)] for i in np.unique(np.linspace(
-            0, self.num_examples - 1, 16).astype(int))]
-        return _checksum_of([pair[1] for pair in pairs]) if all(
-            isinstance(pair, (tuple, list)) and len(pair) == 2
-            for pair in pairs) else None
+    def _pair(self, i: int) -> Sequence[Any]:
+        pair = self._dataset[int(i)]
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"an example is a pair (x, y); example {i} is "
+                            f"a {type(pair).__name__}. Several inputs go "
+                            "into one tuple: ((x1, x2), y).")
+        return pair
 
     def _made(self, own: np.ndarray, rows: np.ndarray) -> Any:
         wanted = own if len(own) else rows[:1]
-        pairs = []
-        for i in map(int, wanted):
-            pair = self._dataset[i]
-            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                raise TypeError(f"an example is a pair (x, y); example {i} is "
-                                f"a {type(pair).__name__}. Several inputs go "
-                                "into one tuple: ((x1, x2), y).")
-            pairs.append(pair)
         return tuple(_stacked(column, wanted, len(own))
-                     for column in zip(*pairs))
+                     for column in zip(*map(self._pair, wanted)))
+
+
+def _some(examples: int, count: int) -> np.ndarray:
+    """Numbers of some examples, from the first to the last."""
+    return np.unique(np.linspace(0, examples - 1, count).astype(int))
+
+
+def _on_host(x: Any) -> np.ndarray:
+    # MXNet's arrays are no NumPy arrays for np.asarray.
+    return x.asnumpy() if hasattr(x, "asnumpy") else np.asarray(x)
 
 
 def _checksum_of(value: Any) -> int | None:
@@ -386,8 +376,7 @@ def _checksum_of(value: Any) -> int | None:
     if isinstance(value, (tuple, list)):
         parts = list(map(_checksum_of, value))
         return None if None in parts else zlib.crc32(repr(parts).encode())
-    # MXNet's arrays are no NumPy arrays for np.asarray.
-    x = value.asnumpy() if hasattr(value, "asnumpy") else np.asarray(value)
+    x = _on_host(value)
     if x.dtype == object:
         return None
     # The same numbers in another dtype are the same examples.
@@ -407,9 +396,7 @@ def _stacked(examples: Sequence[Any], numbers: np.ndarray, rows: int) -> Any:
     if isinstance(first, (tuple, list)):
         return tuple(_stacked(column, numbers, rows)
                      for column in zip(*examples, strict=True))
-    # MXNet's arrays are no NumPy arrays for np.asarray.
-    arrays = [x.asnumpy() if hasattr(x, "asnumpy") else np.asarray(x)
-              for x in examples]
+    arrays = list(map(_on_host, examples))
     for i, x in zip(numbers, arrays):
         if x.shape != arrays[0].shape or x.dtype == object:
             raise ValueError(
@@ -434,7 +421,9 @@ class Epoch(Iterator[Arrays]):
     def __init__(self, data: BatchIterator, epoch: int, first: int) -> None:
         self.moves = True
         self._data, self._epoch, self._number = data, epoch, first
-        self._batches = data._batches(epoch, first)
+        # Now, not when the first batch is asked for: all ranks are here.
+        share = distributed.current().shares(shard_bounds)
+        self._batches = data._drawn(epoch, first, share)
 
     def __next__(self) -> Arrays:
         for batch in self._batches:
@@ -533,8 +522,8 @@ def fashion_mnist(batch_size: int, resize: Size = None,
     ImportError
         A file must be downloaded, and pooch is not installed.
     """
-    request = _Request(batch_size, resize, limit, seed, dtype, shuffle)
-    return _idx("fashion-mnist", root, download, request)
+    return _idx("fashion-mnist", root, download, batch_size, resize, limit,
+                seed, dtype, shuffle)
 
 
 def digits(batch_size: int, resize: Size = 28, limit: int | None = None,
@@ -577,20 +566,21 @@ def digits(batch_size: int, resize: Size = 28, limit: int | None = None,
     ValueError
         A wrong argument.
     """
-    request = _Request(batch_size, resize, limit, seed, dtype, shuffle)
+    size = _check(batch_size, resize, limit, seed, dtype)
     test_size = integer("test_size", test_size, 1)
     path = os.path.join(os.path.dirname(__file__), "data", "digits.npz")
     with np.load(path, allow_pickle=False) as file:
         images, labels = file["images"], file["labels"]
     X = images[:, None].astype(dtype) / 16
-    if request.size is not None:
-        X = bilinear(X, request.size)
+    if size is not None:
+        X = bilinear(X, size)
     y = labels.astype("int32")
     by_class = np.argsort(y, kind="stable")
     test = np.zeros(len(y), bool)
     test[by_class[np.arange(test_size) * len(y) // test_size]] = True
-    return request.iterators("digits", "mgpu/data/digits.npz",
-                            (X[~test], y[~test]), (X[test], y[test]))
+    return _iterators("digits", "mgpu/data/digits.npz",
+                      (X[~test], y[~test]), (X[test], y[test]), batch_size,
+                      limit, seed, shuffle)
 
 
 def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
@@ -628,7 +618,7 @@ def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
     ValueError
         A wrong argument.
     """
-    request = _Request(batch_size, None, limit, seed, dtype, shuffle)
+    _check(batch_size, None, limit, seed, dtype)
     for argument, count in (("num_train", num_train), ("num_test", num_test),
                             ("num_classes", num_classes)):
         integer(argument, count, 1)
@@ -643,8 +633,9 @@ def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
         X = patterns[y] + noise * rng.standard_normal((n, *shape))
         return X.astype(dtype), y.astype("int32")
 
-    return request.iterators("synthetic", f"random, noise {noise:g}",
-                            draw(num_train), draw(num_test))
+    return _iterators("synthetic", f"random, noise {noise:g}",
+                      draw(num_train), draw(num_test), batch_size, limit,
+                      seed, shuffle)
 
 
 def load(name_or_path: FilePath, batch_size: int,
@@ -670,22 +661,24 @@ def load(name_or_path: FilePath, batch_size: int,
         Neither a known name nor a folder; and all that the data set itself
         raises.
     """
-    request = _Request(batch_size, resize, limit, seed, dtype, shuffle)
     if name_or_path == "digits":
-        return digits(batch_size, request.size or 28, limit, seed, dtype=dtype,
-                      shuffle=shuffle)
+        return digits(batch_size, 28 if resize is None else resize, limit,
+                      seed, dtype=dtype, shuffle=shuffle)
     if name_or_path == "synthetic":
-        return synthetic(batch_size, shape=(1, *(request.size or (28, 28))),
-                         seed=seed, limit=limit, dtype=dtype, shuffle=shuffle)
-    if name_or_path == "fashion-mnist":
-        return _idx(name_or_path, None, download, request)
-    if not os.path.isdir(name_or_path):
-        raise ValueError(
-            f"unknown data set; received {os.fspath(name_or_path)!r}. Use "
-            f"{', '.join(map(repr, _NAMES))}, or the path of an existing "
-            "folder that holds IDX files.")
-    name = os.path.basename(os.path.abspath(name_or_path))
-    return _idx(name, name_or_path, False, request)
+        size = (28, 28) if resize is None else _size("resize", resize)
+        return synthetic(batch_size, shape=(1, *size), seed=seed, limit=limit,
+                         dtype=dtype, shuffle=shuffle)
+    root, name = None, str(name_or_path)
+    if name_or_path != "fashion-mnist":
+        if not os.path.isdir(name_or_path):
+            raise ValueError(
+                f"unknown data set; received {os.fspath(name_or_path)!r}. Use "
+                f"{', '.join(map(repr, _NAMES))}, or the path of an existing "
+                "folder that holds IDX files.")
+        root, name = name_or_path, os.path.basename(
+            os.path.abspath(name_or_path))
+    return _idx(name, root, download, batch_size, resize, limit, seed, dtype,
+                shuffle)
 
 
 def bilinear(images: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
@@ -739,67 +732,63 @@ def bilinear(images: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
 # -- arguments --------------------------------------------------------------
 
 def _size(name: str, size: Any) -> tuple[int, int]:
-    pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
-    if len(pair) != 2:
-        raise ValueError(f"{name} must be an integer or (height, width); "
-                         f"received {size!r}.")
-    return integer(name, pair[0], 1), integer(name, pair[1], 1)
+    height, width = size if isinstance(size, (tuple, list)) \
+        and len(size) == 2 else (size, size)
+    return integer(name, height, 1), integer(name, width, 1)
 
 
-@dataclass
-class _Request:
-    """What the caller of a data set has asked for; a wrong argument raises
-    before a file is read."""
+def _check(batch_size: Any, resize: Any, limit: Any, seed: Any, dtype: Any
+           ) -> tuple[int, int] | None:
+    """The size of `resize`. A wrong argument raises before a file is
+    read."""
+    arguments.batch_size(batch_size)
+    integer("seed", seed, 0)
+    integer("limit", 1 if limit is None else limit, 1)
+    one_of("dtype", dtype, _DTYPES)
+    return None if resize is None else _size("resize", resize)
 
-    batch_size: int
-    resize: Size
-    limit: int | None
-    seed: int
-    dtype: str
-    shuffle: bool
 
-    def __post_init__(self) -> None:
-        arguments.batch_size(self.batch_size)
-        integer("seed", self.seed, 0)
-        if self.limit is not None:
-            integer("limit", self.limit, 1)
-        one_of("dtype", self.dtype, _DTYPES)
-        self.size = None if self.resize is None \
-            else _size("resize", self.resize)
-
-    def iterators(self, name: str, source: str, train: Arrays, test: Arrays,
-                  transform: Callable[[np.ndarray], np.ndarray] | None = None
-                  ) -> tuple[BatchIterator, BatchIterator]:
-        train, test = ((X[:self.limit], y[:self.limit])
-                       for X, y in (train, test))
-        example = train[0][:1]
-        if transform is not None:
-            example = transform(example)
-        info = {"name": name, "train": len(train[1]), "test": len(test[1]),
-                "shape": list(example.shape[1:]), "source": source}
-        train_iter, test_iter = (BatchIterator(
-            *arrays, self.batch_size, self.seed, shuffle,
-            transform=transform, info=info)
-            for arrays, shuffle in ((train, self.shuffle), (test, False)))
-        return train_iter, test_iter
+def _iterators(name: str, source: str, train: Arrays, test: Arrays,
+               batch_size: int, limit: int | None, seed: int, shuffle: bool,
+               size: tuple[int, int] | None = None
+               ) -> tuple[BatchIterator, BatchIterator]:
+    """`train` and `test` as a data set hands them out. `size`: of the
+    pictures in a batch."""
+    transform = None if size is None else functools.partial(bilinear,
+                                                            size=size)
+    info = {"name": name, "train": len(train[1][:limit]),
+            "test": len(test[1][:limit]),
+            "shape": [*(train[0].shape[1:] if size is None
+                        else (*train[0].shape[1:-2], *size))],
+            "source": source}
+    train_iter, test_iter = (
+        BatchIterator(X[:limit], y[:limit], batch_size, seed, shuffled,
+                      transform=transform, info=info)
+        for (X, y), shuffled in ((train, shuffle), (test, False)))
+    return train_iter, test_iter
 
 
 # -- IDX files --------------------------------------------------------------
 
-def _idx(name: str, root: Any, download: bool, request: _Request
+def _idx(name: str, root: Any, download: bool, batch_size: int, resize: Size,
+         limit: int | None, seed: int, dtype: str, shuffle: bool
          ) -> tuple[BatchIterator, BatchIterator]:
+    size = _check(batch_size, resize, limit, seed, dtype)
     folder = _folder(root, download)
-    train, test = (_read_subset(folder, part) for part in ("train", "t10k"))
 
-    def convert(images: np.ndarray, labels: np.ndarray) -> Arrays:
-        images, labels = images[:request.limit], labels[:request.limit]
-        return (images[:, None].astype(request.dtype) / 255,
-                labels.astype("int32"))
-
-    transform = None if request.size is None else functools.partial(
-        bilinear, size=request.size)
-    return request.iterators(name, folder, convert(*train), convert(*test),
-                            transform)
+    def read(part: str) -> Arrays:
+        files = [_path(folder, f"{part}-{kind}-ubyte")
+                 for kind in ("images-idx3", "labels-idx1")]
+        images, labels = map(_read_idx, files, (3, 1))
+        if len(images) != len(labels):
+            raise ValueError(
+                f"there must be one label per image; received {len(images)} "
+                f"images in {files[0]} and {len(labels)} labels in "
+                f"{files[1]}. Use files of one data set.")
+        return (images[:limit, None].astype(dtype) / 255,
+                labels[:limit].astype("int32"))
+    return _iterators(name, folder, read("train"), read("t10k"), batch_size,
+                      limit, seed, shuffle, size)
 
 
 def _path(folder: str, name: str) -> str:
@@ -810,11 +799,9 @@ def _path(folder: str, name: str) -> str:
 
 def _folder(root: Any, download: bool) -> str:
     """The folder that holds the four files; fills the cache if it may."""
-    if root == "":
-        raise ValueError("root must name a folder; received an empty string. "
-                         "Use None to search MGPU_DATA and the cache.")
     by = "MGPU_DATA" if root is None else "root"
-    named = environment.data_folder() if root is None else os.fspath(root)
+    named = environment.data_folder() if root is None \
+        else os.fspath(root) or "."
     cache = (os.environ.get("XDG_CACHE_HOME")
              or os.path.join(os.path.expanduser("~"), ".cache"))
     folder = named or os.path.join(cache, "mgpu", "fashion-mnist")
@@ -839,24 +826,11 @@ def _cures(folder: str) -> str:
             "the data set digits needs neither files nor a network.")
 
 
-def _read_subset(folder: str, part: str) -> Arrays:
-    """Images (n, h, w) and labels (n,), uint8, of "train" or "t10k"."""
-    files = [_path(folder, f"{part}-{kind}-ubyte")
-             for kind in ("images-idx3", "labels-idx1")]
-    images, labels = map(_read_idx, files, (_IMAGES, _LABELS))
-    if len(images) != len(labels):
-        raise ValueError(
-            f"there must be one label per image; received {len(images)} "
-            f"images in {files[0]} and {len(labels)} labels in {files[1]}. "
-            "Use files of one data set.")
-    return images, labels
-
-
 _AGAIN = ("Remove the file and get it again (Fashion-MNIST is downloaded when "
           "it is missing from the cache folder).")
 
 
-def _read_idx(path: str, magic: int) -> np.ndarray:
+def _read_idx(path: str, dims: int) -> np.ndarray:
     """The array in an IDX file, uint8, read only."""
     import gzip     # 2 ms of `import mgpu`
     try:
@@ -865,21 +839,16 @@ def _read_idx(path: str, magic: int) -> np.ndarray:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} must be a gzip file; it is truncated or "
                          f"corrupt ({error}). {_AGAIN}") from error
-    dims = magic & 0xFF
     header = 4 + 4 * dims
-    found, *shape = np.frombuffer(data[:header].ljust(header, b"\0"), ">u4"
+    magic, *shape = np.frombuffer(data[:header].ljust(header, b"\0"), ">u4"
                                   ).tolist()
-    if len(data) < header or found != magic:
-        problem = f"{len(data)} bytes, magic number {found} instead of {magic}"
-    elif len(data) != header + math.prod(shape):
-        problem = (f"{len(data)} bytes instead of {header + math.prod(shape)}"
-                   f" for shape {tuple(shape)} and the header")
-    elif not len(data) > header:
-        problem = f"no example, shape {tuple(shape)}"
-    else:
-        return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
-    raise ValueError(f"{path} must be an IDX file as its header says; "
-                     f"received {problem}. {_AGAIN}")
+    if magic != _UBYTES + dims or not len(data) == header + math.prod(shape) \
+            > header:
+        raise ValueError(
+            f"{path} must be an IDX file of {dims} dimensions as its header "
+            f"says; received {len(data)} bytes with magic number {magic} and "
+            f"shape {tuple(shape)}. {_AGAIN}")
+    return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
 
 
 # -- download ---------------------------------------------------------------
@@ -894,19 +863,13 @@ def _download(names: Sequence[str], folder: str) -> None:
             f"Fashion-MNIST is not in {folder!r}, and a download needs pooch "
             f"({error}). Run pip install pooch, or {_cures(folder)}"
             ) from error
-    print(f"Fashion-MNIST: downloading {len(names)} files to {folder}",
-          file=sys.stderr, flush=True)
-    os.makedirs(folder, exist_ok=True)
     for name in names:
         for mirror in _ROUNDS * _MIRRORS:
             url = f"{mirror}{name}.gz"
             try:
-                with part_of(os.path.join(folder, f"{name}.gz")) as part:
-                    pooch.HTTPDownloader(timeout=_TIMEOUT)(url, part, None)
-                    found = pooch.file_hash(part, "md5")
-                    if found != _MD5[name]:
-                        raise ValueError(f"deleted: its MD5 is {found}, not "
-                                         f"{_MD5[name]}")
+                pooch.retrieve(url, f"md5:{_MD5[name]}", f"{name}.gz", folder,
+                               downloader=pooch.HTTPDownloader(
+                                   timeout=_TIMEOUT))
                 break
             except (ValueError, OSError) as error:
                 failure = error

@@ -92,25 +92,20 @@ def choose(batch: Mapping[Any, Any], parameters: Parameters) -> Choice:
              and p.kind is not p.POSITIONAL_ONLY]
     missing = [name for name in needed if name not in given]
     keys, names = list(batch), [p.name for p in plain]
-    if missing == needed and len(needed) == 1 and plain[0].name in needed \
-            and plain[0].kind not in _NAMED:
-        if not (given or takes_all):
-            return Choice(())
-        raise ValueError(
-            "a batch that is a dict is one input of a network whose forward "
-            "has one parameter that no entry names, or goes to it by name; "
-            f"received entries {keys} for forward({', '.join(names)}"
-            f"{', **' if takes_all else ''}), which could be both. Give "
-            f"pairs: (mgpu.Kwargs({needed[0]}=..., ...), labels) for "
-            "inputs by name, (batch, labels) for one input.")
+    one_input = missing == needed and len(needed) == 1 \
+        and plain[0].name in needed and plain[0].kind not in _NAMED
+    if one_input and not (given or takes_all):
+        return Choice(())
     if missing or not (given or takes_all or not names):
+        why = ", which could be both" if one_input else \
+            f", without {', '.join(map(repr, missing))}" if missing else ""
         raise ValueError(
             "a batch that is a dict goes to the network by the names of "
-            f"forward's parameters; received entries {keys} for forward("
-            f"{', '.join(names)})" + (
-                f", without {', '.join(map(repr, missing))}" if missing
-                else "") + ". Rename the entries, or give pairs: "
-            "(mgpu.Kwargs(name=...), labels).")
+            "forward's parameters, or is its one input where forward has one "
+            f"parameter that no entry names; received entries {keys} for "
+            f"forward({', '.join(names)}{', **' * takes_all}){why}. Rename "
+            "the entries, or give pairs: (mgpu.Kwargs(name=...), labels) for "
+            "inputs by name, (batch, labels) for one input.")
     if takes_all:
         return Choice(keys)
     if not names:

@@ -1,10 +1,10 @@
-"""Nested data: arrays in tuples, lists, dicts and named tuples.
+"""Nested data: arrays in the containers of `backends.containers` and in
+mappings.
 
 An array is whatever has a ``shape`` (but for NumPy's scalars), and a list of
 numbers, or of such lists, which becomes one as `Backend.put` makes it.
 """
-import copy
-from collections import UserDict, UserString
+from collections import UserDict, UserString, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
 from types import ModuleType
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends import messages
+from mgpu.backends import containers, messages
 
 
 class OnDevices:
@@ -52,24 +52,23 @@ def _is_numbers(data: Any) -> bool:
 
 def entries_of(data: Any) -> list[Any] | None:
     """What a container holds; None for arrays and for all else."""
-    if isinstance(data, Mapping):
-        return list(data.values())
-    if isinstance(data, (list, tuple)) and not is_array(data) \
-            and not _is_numbers(data):
-        return list(data)
-    return None
+    if is_array(data) or _is_numbers(data):
+        return None
+    found = containers.parts(_known(data))
+    return None if found is None else found[1]
+
+
+def _known(data: Any) -> Any:
+    """`data`; a dict of a mapping that cannot be written to."""
+    return dict(data) if isinstance(data, Mapping) \
+        and not isinstance(data, (dict, UserDict)) else data
 
 
 def rebuild(data: Any, entries: Sequence[Any]) -> Any:
-    """A container like `data` of other entries. A mapping that cannot be
-    written to becomes a dict."""
-    if isinstance(data, Mapping):
-        made: Any = copy.copy(data) if isinstance(data, (dict, UserDict)) \
-            else dict(data)
-        made.update(zip(data, entries))
-        return made
-    return type(data)(*entries) if hasattr(data, "_fields") \
-        else type(data)(entries)
+    """A container like `data` of other entries. A mapping that is neither a
+    dict nor a UserDict becomes a dict."""
+    keys, _ = containers.parts(_known(data)) or ((), ())
+    return containers.rebuild(_known(data), keys, entries)
 
 
 def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int,
@@ -93,7 +92,7 @@ def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int,
     if entries is not None and is_listed(data):
         return entries(data)
     inside = entries_of(data)
-    if whole is not None and (inside is None or type(data) is tuple
+    if whole is not None and (inside is None or type(data) in (tuple, deque)
                               and leaves(data) and not arrays_in(data)):
         whole(data)
     if inside is None:

@@ -28,41 +28,32 @@ _NAME = "mgpu-prefetch"
 
 # Threads that draw, or wait for something to draw, never end: MXNet does not
 # give back what a thread's random streams take (5 MB).
-_work: queue.SimpleQueue = queue.SimpleQueue()
-_idle: list[bool] = []          # an entry for each that waits
+_idle: list[queue.SimpleQueue] = []     # of each thread that waits
+os.register_at_fork(after_in_child=_idle.clear)     # it has no such thread
 _here = threading.local()       # .ended: of what this thread draws
-
-
-def _reset() -> None:
-    """A forked child has none of its parent's threads."""
-    global _work
-    _work = queue.SimpleQueue()
-    _idle.clear()
-
-
-os.register_at_fork(after_in_child=_reset)
 
 
 def _hand_out(job: list[Callable[[], Any]], ended: queue.SimpleQueue) -> None:
     """Let a thread take the function out of `job` and call it; then `ended`
     has an entry."""
     try:
-        _idle.pop()
+        jobs = _idle.pop()
     except IndexError:
-        threading.Thread(target=_loop, name=f"{_NAME}-idle", daemon=True
-                         ).start()
-    _work.put((job, ended))
+        jobs = queue.SimpleQueue()
+        threading.Thread(target=_loop, args=(jobs,), name=f"{_NAME}-idle",
+                         daemon=True).start()
+    jobs.put((job, ended))
 
 
-def _loop() -> None:
+def _loop(jobs: queue.SimpleQueue) -> None:
     thread = threading.current_thread()
     while True:
-        job, ended = _work.get()
+        job, ended = jobs.get()
         _here.ended = ended
         thread.name = _NAME
         job.pop()()     # no reference to it stays here
         thread.name = f"{_NAME}-idle"
-        _idle.append(True)
+        _idle.append(jobs)
         ended.put(True)
 
 

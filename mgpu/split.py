@@ -96,25 +96,24 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0,
     TypeError
         An array of the other framework.
     """
-    k, backend = integer("num_slice", num_slice, 1), get_backend()
+    k = integer("num_slice", num_slice, 1)
     _check_dense(data)
-    native, shape = backend.is_native(data), tuple(data.shape)
-    if not native:
-        messages.refuse_foreign(data, backend.name)
-    if even_split:
-        _check_even(shape, k, batch_axis)
-    cut = backend.ops.slice_axis if native else _slice
-    return [cut(data, batch_axis, begin, end)
-            for begin, end in shard_bounds(shape[batch_axis], k)]
+    if not get_backend().is_native(data):
+        messages.refuse_foreign(data, get_backend().name)
+    return [_slice(data, batch_axis, begin, end) for begin, end in _bounds(
+        k, even_split, None, tuple(data.shape), batch_axis)]
 
 
-def _check_even(shape: tuple[int, ...], k: int, batch_axis: int) -> None:
-    if shape[batch_axis] % k != 0:
+def _bounds(k: int, even: bool, weights: Sequence[float] | None,
+            shape: tuple[int, ...], axis: int) -> list[tuple[int, int]]:
+    """`shard_bounds` along `axis`; `even`: ValueError for other sizes."""
+    if even and shape[axis] % k != 0:
         raise ValueError(
             f"data with shape {shape} cannot be evenly split into {k} "
-            f"slices along axis {batch_axis}. Use a batch size that's "
+            f"slices along axis {axis}. Use a batch size that's "
             f"multiple of {k} or set even_split=False to allow uneven "
             "partitioning of data.")
+    return shard_bounds(shape[axis], k, weights)
 
 
 def split_and_load(data: Any, devices: Any = None, batch_axis: int = 0,
@@ -128,7 +127,7 @@ def split_and_load(data: Any, devices: Any = None, batch_axis: int = 0,
     Parameters
     ----------
     data : native array, NumPy array, list of numbers, or a tuple, list,
-        dict or named tuple of them
+        dict, deque, named tuple or dataclass of them
         Nested data are split leaf by leaf, and so is a list without arrays
         (of text, with an entry for each row); anything else goes to every
         device as it is, a tuple of text or numbers too, unless it has as
@@ -176,38 +175,40 @@ def _split_and_load(data: Any, devices: Sequence[Device], batch_axis: int,
                     even_split: bool, weights: Sequence[float] | None
                     ) -> list[Any]:
     """`split_and_load`, of an array of some shape along ``axis_of(shape)``."""
-    k, backend = len(devices), get_backend()
+    backend, k = get_backend(), len(devices)
 
-    even = even_split and weights is None
+    def load(x: Any, axis: int, begin: int, end: int, i: int) -> Any:
+        with probes.mark(devices[i]):
+            return backend.put(_slice(x, axis, begin, end), devices[i])
+    with probes.stage("copy", "split", devices, lambda: shards):
+        shards = _cut(data, k, axis_of, partial(
+            _bounds, k, even_split and weights is None, weights), load,
+            data, batch_axis)
+    return shards
 
-    def entries(x: list[Any]) -> list[Any]:
-        if even:
-            _check_even((len(x),), k, 0)
-        return [x[begin:end] for begin, end in
-                shard_bounds(len(x), k, weights)]
 
-    def split(x: Any) -> list[Any]:
+def _cut(data: Any, k: int, axis_of: Callable[[tuple[int, ...]], int],
+         bounds_of: Callable[[tuple[int, ...], int],
+                             Sequence[tuple[int, int]]],
+         part: Callable[..., Any], batch: Any, batch_axis: int) -> list[Any]:
+    """`data` in `k` parts: arrays along ``axis_of(shape)``, and lists without
+    arrays. ``part(x, axis, begin, end, i)`` is part i of an array. Raises for
+    what may be of the rows of `batch`, and would go into each part."""
+    backend = get_backend()
+
+    def cut(x: Any) -> list[Any]:
         if not backend.is_native(x):
             messages.refuse_foreign(x, backend.name)
             x = np.asarray(x)
         shape = tuple(x.shape)
         axis = axis_of(shape)
-        size = shape[axis]
-        if even:
-            _check_even(shape, k, axis)
-        cut = backend.ops.slice_axis if backend.is_native(x) else _slice
+        return [part(x, axis, *bound, i)
+                for i, bound in enumerate(bounds_of(shape, axis))]
 
-        def place(begin: int, end: int, device: Device) -> Any:
-            with probes.mark(device):
-                return backend.put(cut(x, axis, begin, end)
-                                   if end - begin < size else x, device)
-        return [place(begin, end, device) for (begin, end), device
-                in zip(shard_bounds(size, k, weights), devices,
-                       strict=True)]
-    with probes.stage("copy", "split", devices, lambda: shards):
-        shards = split_leaves(split, data, k, entries,
-                              partial(_check_whole, data, batch_axis))
-    return shards
+    def entries(x: list[Any]) -> list[Any]:
+        return [x[begin:end] for begin, end in bounds_of((len(x),), 0)]
+    return split_leaves(cut, data, k, entries,
+                        partial(_check_whole, batch, batch_axis))
 
 
 def _check_dense(data: Any) -> None:
@@ -265,14 +266,10 @@ def cut_rows(data: Any, bounds: Sequence[tuple[int, int]], batch: Any = None,
     """`data` in parts along `batch_axis`, where it is: lists without arrays
     too. Raises as `split_and_load` for what may be of the rows of `batch`
     (default: `data`), and would go into each part."""
-    def cut(x: Any) -> list[Any]:
-        return [_slice(x, axis_in(x.shape, batch_axis), begin, end)
-                for begin, end in bounds]
-
-    def entries(x: list[Any]) -> list[Any]:
-        return [x[begin:end] for begin, end in bounds]
-    return split_leaves(cut, data, len(bounds), entries, partial(
-        _check_whole, data if batch is None else batch, batch_axis))
+    return _cut(data, len(bounds), partial(axis_in, batch_axis=batch_axis),
+                lambda *_: bounds, lambda x, axis, begin, end, _: _slice(
+                    x, axis, begin, end),
+                data if batch is None else batch, batch_axis)
 
 
 def _to(device: Device, x: Any) -> Any:
@@ -307,6 +304,10 @@ def join_shards(shards: Sequence[Any], sizes: Sequence[int], device: Device,
 
 
 def _slice(x: Any, axis: int, begin: int, end: int) -> Any:
+    if end - begin == x.shape[axis]:
+        return x
+    if get_backend().is_native(x):
+        return get_backend().ops.slice_axis(x, axis, begin, end)
     return x[(slice(None),) * (axis % len(x.shape)) + (slice(begin, end),)]
 
 

@@ -13,16 +13,9 @@ import numpy as np
 import pytest
 
 import mgpu
-from helpers import (ENGINES, assert_bit_equal, foreign_array,
-                     refusal_of_foreign, using_engine)
+from helpers import assert_bit_equal, foreign_array, refusal_of_foreign
 from mgpu import cpu, shard_bounds, split_and_load, split_batch
 from mgpu.split import map_leaves
-
-
-@pytest.fixture(params=ENGINES)
-def backend(request):
-    with using_engine(request.param) as backend:
-        yield backend
 
 
 def on_host(backend, shards):
@@ -33,7 +26,7 @@ def on_host(backend, shards):
 # -- bounds -------------------------------------------------------------------
 
 def test_bounds():
-    for k, n in itertools.product(range(1, 9), range(71)):
+    for k, n in itertools.product(range(1, 9), (*range(20), 70)):
         bounds = shard_bounds(n, k)
         # NumPy cuts as Gluon does: the first n % k get one more.
         ends = np.cumsum([len(part) for part
@@ -57,11 +50,8 @@ def test_weights():
 def test_impossible_weights():
     for weights in ([1], [1, 2, 3], [], [1, 0], [1, -1], [1, float("nan")],
                     [1, float("inf")], [1, None], [1, "x"], 2, "ab"):
-        with pytest.raises(ValueError) as refused:
+        with pytest.raises(ValueError, match="weights must be 2 positive"):
             shard_bounds(4, 2, weights)
-        assert str(refused.value) == (
-            "weights must be 2 positive numbers, one per device; received "
-            f"{weights!r}.")
 
 
 def test_impossible_counts():
@@ -79,23 +69,23 @@ def rows_along(n, axis):
     return x if axis == 0 else x.T
 
 
-@pytest.mark.device_counts(1, 2, 3, 8)
-def test_shards_are_those_of_gluon(backend, devices):
+@pytest.mark.device_counts(1, 3, 8)
+def test_shards_are_those_of_gluon(engine, devices):
     """On torch they are those that `np.array_split` gives, which are those
     of Gluon on MXNet."""
     k, gluon = len(devices), None
-    if backend.name == "mxnet":
+    if engine.name == "mxnet":
         import mxnet as mx
         gluon = mx.gluon.utils.split_and_load
-        handles = [backend.handle(d) for d in devices]
-    for axis, n in itertools.product((0, 1), (*range(1, 10), 38, 64)):
+        handles = [engine.handle(d) for d in devices]
+    for axis, n in itertools.product((0, 1), (*range(1, 10), 38)):
         x, even_split = rows_along(n, axis), n % k == 0
-        native = backend.put(x, cpu(0))
+        native = engine.put(x, cpu(0))
         for data in (x, native):
             shards = split_and_load(data, devices, axis, even_split)
             for shard, part in zip(shards, np.array_split(x, k, axis),
                                    strict=True):
-                assert_bit_equal(backend.to_numpy(shard), part)
+                assert_bit_equal(engine.to_numpy(shard), part)
         if gluon and (n >= k or mx.npx.is_np_array()):  # else Gluon raises
             theirs = gluon(native, handles, axis, even_split)
             for shard, other in zip(shards, theirs, strict=True):
@@ -117,35 +107,32 @@ def test_an_uneven_split_is_refused_as_by_gluon(backend):
             calls.append(lambda: gluon(
                 native, [backend.handle(d) for d in devices], axis))
         for call in calls:
-            with pytest.raises(ValueError) as refused:
+            with pytest.raises(ValueError, match=re.escape(
+                    f"data with shape {x.shape} cannot be evenly split into 3 "
+                    f"slices along axis {axis}. Use a batch size")):
                 call()
-            assert str(refused.value) == (
-                f"data with shape {x.shape} cannot be evenly split into 3 "
-                f"slices along axis {axis}. Use a batch size that's multiple "
-                "of 3 or set even_split=False to allow uneven partitioning "
-                "of data.")
 
 
 # -- what else it promises ----------------------------------------------------
 
-def test_the_dtype_is_kept_and_shards_are_copies(backend, devices):
+def test_the_dtype_is_kept_and_shards_are_copies(engine, devices):
     for dtype in ("uint8", "int32", "int64", "float16", "float32", "float64",
                   "bool"):
         x = (np.arange(8) % 2).astype(dtype)
-        native = backend.put(x, cpu(0))
+        native = engine.put(x, cpu(0))
         for data in (x, native):
             shards = split_and_load(data, devices, even_split=False)
-            assert_bit_equal(np.concatenate(on_host(backend, shards)), x)
+            assert_bit_equal(np.concatenate(on_host(engine, shards)), x)
             if dtype != "bool":
                 for shard in shards:
                     shard += 5
         assert_bit_equal(x, (np.arange(8) % 2).astype(dtype))
-        assert_bit_equal(backend.to_numpy(native), x)
+        assert_bit_equal(engine.to_numpy(native), x)
 
 
-def test_gradients_flow_back(backend, devices):
-    x = backend.put(np.arange(10.0).reshape(5, 2), cpu(0))
-    backend.attach_grad(x)
+def test_gradients_flow_back(engine, devices):
+    x = engine.put(np.arange(10.0).reshape(5, 2), cpu(0))
+    engine.attach_grad(x)
     for axis in (0, 1):
         with mgpu.record():
             shards = split_and_load(x, devices[:2], axis, False)
@@ -179,12 +166,9 @@ def test_the_other_frameworks_arrays_are_refused(backend):
 
 def test_there_must_be_an_array(backend):
     for data in (None, "text", 3, [], {}, ["a", "b"], [[]]):
-        with pytest.raises(TypeError) as refused:
+        with pytest.raises(TypeError, match="must hold an array to split; "
+                           f"received {type(data).__name__}"):
             split_and_load(data, [cpu(0), cpu(1)])
-        assert str(refused.value) == (
-            "data must hold an array to split; received "
-            f"{type(data).__name__}. Pass a native or NumPy array, or a list "
-            "of numbers.")
 
 
 # -- nested data --------------------------------------------------------------
@@ -192,6 +176,12 @@ def test_there_must_be_an_array(backend):
 class Pair(NamedTuple):
     left: object
     right: object
+
+
+@dataclass
+class Labelled:
+    x: object
+    y: object
 
 
 class Table:
@@ -206,7 +196,8 @@ class Table:
 def test_nested_data_are_split_leaf_by_leaf(backend):
     a, b = np.arange(4.0), np.arange(8).reshape(4, 2)
     data = {"x": (a, [b, backend.put(a, cpu(0))]), "name": "train",
-            "pair": Pair(a, None), "scale": 2.5,
+            "pair": Pair(a, None), "scale": 2.5, "more": Labelled(
+                collections.deque([b]), a),
             "ordered": collections.OrderedDict(z=a)}
     shards = split_and_load(data, [cpu(0), cpu(1)])
     assert len(shards) == 2 and type(data["x"]) is tuple
@@ -215,10 +206,12 @@ def test_nested_data_are_split_leaf_by_leaf(backend):
         assert type(shard) is dict and list(shard) == list(data)
         first, (second, third) = shard["x"]
         for made, whole in ((first, a), (second, b), (third, a),
-                            (shard["pair"].left, a),
+                            (shard["pair"].left, a), (shard["more"].y, a),
+                            (shard["more"].x[0], b),
                             (shard["ordered"]["z"], a)):
             assert_bit_equal(backend.to_numpy(made), whole[rows])
         assert type(shard["x"]) is tuple and type(shard["x"][1]) is list
+        assert type(shard["more"].x) is collections.deque
         assert type(shard["pair"]) is Pair and shard["pair"].right is None
         assert type(shard["ordered"]) is collections.OrderedDict
         assert shard["name"] == "train" and shard["scale"] == 2.5
@@ -348,8 +341,7 @@ def test_what_goes_whole_and_may_be_of_the_rows_is_refused(backend, devices):
         split_batch((X, list(form)), y, devices)
     rows = backend.put(np.zeros((4, 3)), cpu(0))
     for form in (types.SimpleNamespace(a=rows), types.SimpleNamespace(a=[
-            1, 2, 3, 4]), argparse.Namespace(a={"b": y}),
-            collections.deque([y])):
+            1, 2, 3, 4]), argparse.Namespace(a={"b": y})):
         with pytest.raises(ValueError, match=f"received a "
                            f"{type(form).__name__} that holds 4 entries or"):
             split_batch({"x": X, "more": form}, y, devices)
@@ -363,12 +355,6 @@ def test_what_goes_whole_and_may_be_of_the_rows_is_refused(backend, devices):
 
 
 # -- split_batch --------------------------------------------------------------
-
-
-@dataclass
-class Labelled:
-    x: np.ndarray
-    y: np.ndarray
 
 
 def test_a_batch_without_labels_is_a_dict(backend):
@@ -386,22 +372,15 @@ def test_a_batch_without_labels_is_a_dict(backend):
     (np.ones(3), {"a": np.ones(3), "b": np.ones(2)}, "3 and 2 or 3"),
     (None, np.ones(2), "none and 2"), (np.ones(2), "text", "2 and none"),
     (np.ones(1), 3, "1 and none")])
-def test_different_lengths_are_refused(X, y, received):
-    for engine in ENGINES:
-        with using_engine(engine) as backend:
-            native = [map_leaves(lambda a: [backend.put(a, cpu(0))], data,
-                                 1)[0] for data in (X, y)]
-            for data in ((X, y), native):
-                with pytest.raises(ValueError) as refused:
-                    split_batch(*data, [cpu(0), cpu(1)])
-                assert str(refused.value) == (
-                    "X and y must have equally many rows; received "
-                    f"{received}. Cut them to one length. Give numbers as an "
-                    "array or a list, and labels with an entry for each row "
-                    "(the boxes of each picture) as a list.")
+def test_different_lengths_are_refused(backend, X, y, received):
+    native = [map_leaves(lambda a: [backend.put(a, cpu(0))], data, 1)[0]
+              for data in (X, y)]
+    for data in ((X, y), native):
+        with pytest.raises(ValueError, match="X and y must have equally many "
+                           rf"rows; received {received}\. Cut them"):
+            split_batch(*data, [cpu(0), cpu(1)])
 
 
-@pytest.mark.device_counts(1, 3)
 def test_a_list_with_an_entry_for_each_row(engine, devices):
     """The boxes of each picture."""
     X = np.random.default_rng(0).normal(size=(5, 6))
@@ -417,40 +396,5 @@ def test_a_list_with_an_entry_for_each_row(engine, devices):
 
 def test_an_empty_batch_is_refused(backend):
     for X, y in ((np.ones((0, 2)), np.ones(0)), ([], []), (None, None)):
-        with pytest.raises(ValueError) as refused:
+        with pytest.raises(ValueError, match="arrays of at least one row"):
             split_batch(X, y, [cpu(0), cpu(1)])
-        assert str(refused.value) == (
-            "a batch has arrays of at least one row, in a pair (X, y) or a "
-            "dict; received none. Leave it out.")
-
-
-@pytest.mark.parametrize("backend", [
-    name for name in ENGINES if name == "torch"], indirect=True)
-def test_packed_sequences_are_made_of_padded_ones(backend, devices):
-    """A packed one has arrays of other lengths."""
-    import torch
-    from torch import nn
-    from torch.nn.utils import rnn
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.rnn = nn.GRU(3, 4, batch_first=True, dtype=torch.float64)
-
-        def forward(self, x, lengths):
-            packed = rnn.pack_padded_sequence(
-                x, lengths, batch_first=True, enforce_sorted=False)
-            _, last = self.rnn(packed)
-            return last[0]
-    x = torch.from_numpy(np.random.default_rng(0).normal(size=(5, 6, 3)))
-    lengths = torch.tensor([2, 6, 1, 4, 3])
-    expected = Net()(x, lengths).detach()
-    replicas = mgpu.initialize(Net(), devices)
-    with pytest.raises(ValueError, match="received 5 or 6 or 16 and 5"):
-        split_batch(rnn.pack_padded_sequence(
-            x, lengths, batch_first=True, enforce_sorted=False), lengths,
-            replicas.devices)
-    shards, _ = split_batch((x, lengths), lengths, replicas.devices)
-    found = torch.cat([out for out in replicas(shards) if out is not None])
-    assert (found - expected).abs().max() < 1e-12

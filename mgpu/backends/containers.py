@@ -56,13 +56,10 @@ def parts(x: Any) -> tuple[list[Any], list[Any]] | None:
         names = [f.name for f in dataclasses.fields(x)
                  if f.init and hasattr(x, f.name)]
         return names, [getattr(x, name) for name in names]
-    if isinstance(x, dict):
+    if isinstance(x, (dict, collections.UserDict)):
         return list(x), list(x.values())
-    if type(x) in (list, tuple, collections.deque) or hasattr(x, "_fields") \
-            and isinstance(x, tuple):
+    if isinstance(x, (list, tuple, collections.deque)):
         return list(range(len(x))), list(x)
-    if isinstance(x, tuple) and hasattr(x, "n_sequence_fields"):
-        return list(range(len(x))), list(x)     # torch.return_types
     return None
 
 
@@ -70,13 +67,15 @@ def rebuild(x: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
     """A container like `x` with other values under the same keys."""
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         return dataclasses.replace(x, **dict(zip(keys, values)))
-    if isinstance(x, dict):
-        new = copy.copy(x)
+    if isinstance(x, tuple):
+        return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
+    new = copy.copy(x)      # of a subclass with its attributes
+    if isinstance(x, (dict, collections.UserDict)):
         new.update(zip(keys, values))
-        return new
-    if isinstance(x, collections.deque):
-        return collections.deque(values, x.maxlen)
-    return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
+    else:
+        new.clear()
+        new.extend(values)
+    return new
 
 
 def replace(x: Any, is_array: Callable[[Any], bool],

@@ -153,7 +153,7 @@ class Replicas(Hints, abc.Sequence):
         names = [p.name for p in network.inputs()]
         #: by batch axis
         self._split = cache(lambda batch_axis: BatchSplit(
-            names, batch_axis, (), backend.batch_arrays))
+            names, batch_axis, (), backend))
         #: over processes: parameters whose gradients hold the sum of all
         #: ranks, to which the next backward pass adds
         self.carried: list[Parameter] = []
@@ -573,10 +573,11 @@ class Replicas(Hints, abc.Sequence):
         last, call = list(calls.items())[-1]
 
         def probe() -> tuple[Any, int]:
-            return self.network.probe(split.with_one_more(call, True),
-                                      last), sizes[-1] + 1
-        return split.joining(
-            list(zip([0, *ends], ends)),
+            more = split.with_one_more(
+                call, self.backend.handle(self.devices[last]))
+            return self.network.probe(more, last), sizes[-1] + 1
+        return Joining(
+            split, list(zip([0, *ends], ends)),
             self.backend.handle(self.devices[0]),
             (self.backend.is_training(), self.backend.is_recording()), probe)
 

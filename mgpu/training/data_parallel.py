@@ -73,8 +73,7 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
     names = [p.name for p in backend.network(net).inputs()
              if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return backend.data_parallel(
-        net, devices, BatchSplit(names, batch_axis, whole,
-                                 backend.batch_arrays),
+        net, devices, BatchSplit(names, batch_axis, whole, backend),
         partial(DataParallel, devices=devices, batch_norm=batch_norm,
                 batch_axis=batch_axis, whole=whole),
         synchronize if batch_norm == "sync" else None)

@@ -23,8 +23,8 @@ MUTANTS = [
     mutant("shards-alias-the-batch",
            "a change of a shard changes the batch",
            "_split_and_load",
-           "backend.put(A, device)",
-           "A if backend.is_native(x) else backend.put(A, device)",
+           "backend.put(A, devices[i])",
+           "A if backend.is_native(x) else backend.put(A, devices[i])",
            killer="test_split.py::test_the_dtype_is_kept_and_shards_are_copi"
                   "es"),
     mutant("reduce-rebinds",

@@ -15,6 +15,7 @@ from mgpu.backends._mxnet.block_tree import on_context
 from mgpu.backends._mxnet.copies import ContextCopies, run_aside
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.network_layers import NetworkLayers
+from mgpu.backends.containers import Batch, Call
 from mgpu.backends.wrapper import Wrapper, delegate
 
 autograd, gluon = mx.autograd, mx.gluon
@@ -28,18 +29,12 @@ class Arrays:
     """
 
     @staticmethod
-    def is_array(x: Any) -> bool:
-        return isinstance(x, (mx.nd.NDArray, np.ndarray))
-
-    @staticmethod
     def sequences(x: Any) -> None:
         """MXNet has no packed batches."""
 
     @classmethod
     def take(cls, x: Any, axis: int, start: int, stop: int, device: Any
              ) -> Any:
-        if isinstance(x, np.ndarray):
-            return x.take(range(start, stop), axis)
         if not cls._is_recorded(x):
             return on_context(
                 x[(slice(None),) * axis + (slice(start, stop),)], device)
@@ -47,13 +42,7 @@ class Arrays:
                                _indices(start, stop, x.ctx))
         return on_context(_like(_axis_first(part, axis), x), device)
 
-    @staticmethod
-    def device(x: Any) -> Any:
-        return None if isinstance(x, np.ndarray) else x.ctx
-
-    @staticmethod
-    def to(x: Any, device: Any) -> Any:
-        return x if isinstance(x, np.ndarray) else on_context(x, device)
+    to = staticmethod(on_context)
 
     @classmethod
     def concat(cls, arrays: Sequence[Any], axis: int, device: Any) -> Any:
@@ -70,10 +59,6 @@ class Arrays:
                 x, _indices(start, stop, device),
                 shape=(ends[-1], *x.shape[1:])))
         return _like(_axis_first(mx.nd.add_n(*spread), axis), arrays[0])
-
-    @staticmethod
-    def to_numpy(x: Any) -> np.ndarray:
-        return x if isinstance(x, np.ndarray) else x.asnumpy()
 
     @staticmethod
     def _is_recorded(x: Any) -> bool:
@@ -129,25 +114,22 @@ class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
         if len(contexts) == 1:
             copies.check_count(1)
             return self.module(*args)
-        bounds = split.bounds(size, len(contexts))
-        calls = split.split(args, {}, size, contexts, bounds)
-        expected = split.expected(lambda: run_aside(
-            self.module, contexts[0], lambda net: net(*args), {},
-            autograd.is_training())[1])
 
-        def probe() -> tuple[Any, int]:
-            start, stop = split.probe_bounds(bounds)
+        def run(calls: dict[int, Call], batch: Batch) -> dict[int, Any]:
+            with self._joint(list(calls), calls[0][0]):
+                return copies.run({i: inputs for i, (inputs, _)
+                                   in calls.items()}, batch)
+
+        def probe(call: Callable[[], Call], n: int) -> Any:
             with autograd.pause():
-                call, = split.split(args, {}, size, contexts[-1:],
-                                    [(start, stop)])
-            return copies.probe(call[0], len(contexts) - 1), stop - start
-        joining = split.joining(bounds, contexts[0], (
-            autograd.is_training(), autograd.is_recording()), probe)
-        with self._joint(range(len(calls)), calls[0][0]):
-            outputs = copies.run({i: inputs for i, (inputs, _)
-                                  in enumerate(calls)}, joining.batch())
-        return split.compared(joining.output(list(outputs.values())),
-                              expected)
+                inputs, _ = call()
+            return copies.probe(inputs, n)
+        return split.run(
+            args, {}, size, contexts,
+            (autograd.is_training(), autograd.is_recording()), run, probe,
+            lambda: run_aside(self.module, contexts[0],
+                              lambda net: net(*args), {},
+                              autograd.is_training())[1])
 
     def _joint(self, active: Sequence[int], inputs: tuple[Any, ...]
                ) -> AbstractContextManager[None]:

@@ -2,7 +2,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import rnn
@@ -18,24 +17,14 @@ class Arrays:
     """See `mgpu.data.examples.Arrays`."""
 
     @staticmethod
-    def is_array(x: Any) -> bool:
-        return isinstance(x, (torch.Tensor, np.ndarray))
-
-    @staticmethod
     def take(x: Any, axis: int, start: int, stop: int, device: torch.device
              ) -> Any:
-        if isinstance(x, np.ndarray):
-            return x.take(range(start, stop), axis)
         # A copy: slices of one tensor count writes in place together.
         return x.narrow(axis, start, stop - start).to(device, copy=True)
 
     @staticmethod
-    def device(x: Any) -> Any:
-        return None if isinstance(x, np.ndarray) else x.device
-
-    @staticmethod
     def to(x: Any, device: torch.device) -> Any:
-        return x if isinstance(x, np.ndarray) else x.to(device)
+        return x.to(device)
 
     @staticmethod
     def concat(arrays: Sequence[torch.Tensor], axis: int,
@@ -43,11 +32,6 @@ class Arrays:
         first = arrays[0].to(device)
         return torch.cat([first, *(strict.moved(x, first)
                                    for x in arrays[1:])], axis)
-
-    @staticmethod
-    def to_numpy(x: Any) -> np.ndarray:
-        return x if isinstance(x, np.ndarray) \
-            else x.detach().cpu().double().numpy()
 
     @staticmethod
     def sequences(x: Any) -> list[Any] | None:
@@ -92,20 +76,11 @@ class DataParallel(Wrapper, nn.Module):
         devices = copies.devices[:size or 1]
         if len(devices) < 2:
             return self.module(*args, **kwargs)
-        expected = split.expected(lambda: copies.alone(args, kwargs))
-        bounds = split.bounds(size, len(devices))
-        calls = split.split(args, kwargs, size, devices, bounds)
-
-        def probe() -> tuple[Any, int]:
-            start, stop = split.probe_bounds(bounds)
-            call, = split.split(args, kwargs, size, copies.devices[-1:],
-                                [(start, stop)])
-            return copies.probe(call, len(devices) - 1), stop - start
-        joining = split.joining(bounds, devices[0], (
-            self.training, torch.is_grad_enabled()), probe)
-        outputs = copies.run(dict(enumerate(calls)), joining.batch())
-        return split.compared(joining.output(list(outputs.values())),
-                              expected)
+        return split.run(
+            args, kwargs, size, devices,
+            (self.training, torch.is_grad_enabled()), copies.run,
+            lambda call, n: copies.probe(call(), n),
+            lambda: copies.alone(args, kwargs))
 
     # -- it is the network, but for forward -----------------------------------
 
