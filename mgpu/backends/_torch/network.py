@@ -24,7 +24,7 @@ from mgpu.backends._torch.gluonize import has_fixed_statistics
 from mgpu.backends._torch.graph import recomputing
 from mgpu.backends._torch.layers import Between, describe
 from mgpu.backends._torch.meaning import (GluonMeaning, autocast,
-                                          channels_last, innermost, switches,
+                                          channels_last, innermost,
                                           watch_layer)
 from mgpu.backends._torch.names import (NORMS, arrays_of, joined, kind_of,
                                         suffix_of, walk)
@@ -281,8 +281,7 @@ class TorchNetwork(base.Network):
                 self.backend.attach_grad(array, request)
         if all(m.training for m in self.net.modules()):
             # As net.train() at the begin of a script: it may freeze layers.
-            for module in switches(self.net):
-                module.train(True)
+            self.net.train()
         meaning = GluonMeaning(self, devices)
         meaning.allocated(0, arrays_of(self.net))
         self._owners = [(getattr(m, of), name)

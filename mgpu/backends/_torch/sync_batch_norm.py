@@ -13,7 +13,7 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS,
                                              check_joined, computes_itself,
                                              moves_statistics)
 from mgpu.backends._torch.boundary import Runner
-from mgpu.backends._torch.copies import Meaning
+from mgpu.backends._torch.copies import Meaning, Plan
 from mgpu.backends._torch.tree import Tree
 
 #: mean(index, layer, count, sums, like): the sums of all devices divided by
@@ -38,16 +38,12 @@ class Synchronized(Meaning):
         self._net, self._begin = net, begin
         self._mean: Mean | None = None
 
-    def begin(self, active: Sequence[int], tree: Tree) -> Runner | None:
-        self._mean = None
-        if not self._net.training:
-            return None
-        rule, run = self._begin(active)
-        self._mean = rule.mean
-        return run
-
-    def dresses(self) -> bool:
-        return self._mean is not None
+    def begin(self, active: Sequence[int], tree: Tree) -> Plan:
+        self._mean, run = None, None
+        if self._net.training:
+            rule, run = self._begin(active)
+            self._mean = rule.mean
+        return Plan(None, run, run is not None)
 
     @contextlib.contextmanager
     def probing(self, i: int) -> Iterator[None]:
