@@ -33,13 +33,6 @@ Ended = Callable[[bool], None]
 Sources = dict[int, torch.Tensor]
 
 
-class Running:
-    """Whether a backward pass adds to leaves now. It stays so where an
-    interrupt comes before they are empty again."""
-
-    now = False
-
-
 @dataclass
 class DeviceGraph:
     """What one device's pass has recorded.
@@ -55,8 +48,6 @@ class DeviceGraph:
         It is one with those of the other devices, by joint statistics.
     retained : bool
         A part of another graph, which runs later: it is not freed.
-    running : Running
-        Whether its backward pass is running.
     """
 
     leaves: dict[int, torch.Tensor]
@@ -64,7 +55,6 @@ class DeviceGraph:
     names: list[str | None] = field(default_factory=list)
     connected: bool = False
     retained: bool = False
-    running: Running = field(default_factory=Running)
 
 
 class _Hold:
@@ -88,11 +78,15 @@ class Joint:
         thread for each device and threads of ours would wait for it.
     lock : context manager
         A block in which no pass writes to the devices' copies.
+    running : bool
+        Whether a backward pass adds to leaves now. It stays so where an
+        interrupt comes before they are empty again.
     """
 
     run: Callable[[Sequence[int], Sequence[Any]], list[Any]]
     one_call: bool
     lock: AbstractContextManager[Any]
+    running: bool = False
 
     def connect(self, graphs: Mapping[int, DeviceGraph], sources: Sources,
                 ended: Ended | None = None
@@ -116,8 +110,7 @@ class Joint:
              sources: Sources) -> list[torch.Tensor | None]:
         """The gradients of `sources`, added in the order of the devices."""
         graphs = [graph for graph, *_ in work.values()]
-        for graph in graphs:
-            graph.running.now = True
+        self.running = True
         try:
             if self.one_call or any(graph.connected for graph in graphs):
                 _run(work.values())
@@ -130,7 +123,7 @@ class Joint:
             for graph in graphs:
                 for leaf in graph.leaves.values():
                     leaf.grad = None
-                graph.running.now = False
+            self.running = False
 
     def differentiable_sums(
             self, work: dict[int, tuple[DeviceGraph, Any, bool]],

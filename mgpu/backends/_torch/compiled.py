@@ -1,6 +1,5 @@
 """Compiled networks: `torch.compile` under mgpu's threads and streams."""
 import contextlib
-import inspect
 import itertools
 import threading
 import weakref
@@ -158,11 +157,6 @@ def define_mask() -> None:
 
 def check_compiler(devices: Sequence[Any]) -> None:
     """RuntimeError where torch cannot compile."""
-    if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
-        raise RuntimeError(
-            "hybridize=True needs a torch whose torch.compile has "
-            f"isolate_recompiles; received {torch.__version__}. Upgrade "
-            "torch, or use hybridize=False.")
     if any(device.kind == "gpu" for device in devices):
         from torch.utils._triton import has_triton
         if not has_triton():

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from mgpu.backends import containers
 from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Ended, Joint,
-                                           Runner, Running, Sources, keep)
+                                           Runner, Sources, keep)
 from mgpu.backends._torch.graph import read
 from mgpu.backends._torch.streams import Turns, states, watched
 from mgpu.backends._torch.tree import (TABLES, Contents, Tree, made_more,
@@ -169,7 +169,7 @@ class DeviceCopies:
         self._attributes: list[dict[_Place, _Held]] = [{} for _ in devices]
         self._checked: Any = None
         self._tree: Tree | None = None      # of the last pass
-        self._last: list[tuple[list[Any], Running]] = []    # leaves
+        self._last: list[torch.Tensor] = []     # leaves
         self._joint = Joint(self._turns.backward, any(
             d.type != "cpu" for d in devices), self._lock)
 
@@ -232,12 +232,12 @@ class DeviceCopies:
         """What a deep copy of the network returns on one device, without
         gradients; None where it draws random numbers or cannot be copied."""
         with torch.random.fork_rng(), torch.no_grad():
-            before = states(False)
+            before = states()
             try:
                 output = copy.deepcopy(self.net)(*args, **kwargs)
             except Exception:
                 return None
-            return output if states(False) == before else None
+            return output if states() == before else None
 
     # -- copies ---------------------------------------------------------------
 
@@ -521,8 +521,8 @@ class DeviceCopies:
             for i, output in outputs.items()}
         if self._checked != tree.key:
             self._check_references(graphs, tree)
-        self._last = [(list(graph.leaves.values()), graph.running)
-                      for graph in graphs.values()]
+        self._last = [leaf for graph in graphs.values()
+                      for leaf in graph.leaves.values()]
         joined = self._joint.connect(graphs, _reached(graphs, sources), ended)
         for i in outputs:
             take = functools.partial(_next_of, joined[i])
@@ -547,8 +547,8 @@ class DeviceCopies:
     # -- checks ---------------------------------------------------------------
 
     def _check_last(self) -> None:
-        if any(leaf.grad is not None for leaves, running in self._last
-               if not running.now for leaf in leaves):
+        if not self._joint.running \
+                and any(leaf.grad is not None for leaf in self._last):
             self._last = []
             raise RuntimeError(
                 "a loss of the last pass used a tensor that forward left in "

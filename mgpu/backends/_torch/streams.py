@@ -37,26 +37,29 @@ class Watch:
 
     Attributes
     ----------
-    inside : bool
-        Whether a thread draws alone.
+    found : int
+        How often.
     """
 
     def __init__(self) -> None:
-        self._warned = False
-        self._turns, self.inside = 0, False
+        self.found, self._warned = 0, False
+        self._turns, self._inside = 0, False
 
     def turn(self, begins: bool) -> None:
         """A thread begins or ends to draw alone, as it may."""
-        self._turns, self.inside = self._turns + 1, begins
+        self._turns, self._inside = self._turns + 1, begins
 
     def state(self) -> Any:
-        return None if self.inside \
+        return None if self._inside \
             else (self._turns, torch.default_generator.get_state())
 
     def check(self, before: Any) -> None:
         now = self.state()
         if before is None or now is None or now[0] != before[0] \
-                or torch.equal(now[1], before[1]) or self._warned:
+                or torch.equal(now[1], before[1]):
+            return
+        self.found += 1
+        if self._warned:
             return
         self._warned = True
         warnings.warn(
@@ -104,17 +107,14 @@ def standing_in(own: torch.Generator) -> Iterator[Callable[[], bool]]:
 def watched() -> Iterator[Callable[[], bool]]:
     """The same with torch's own stream, and those of Python and NumPy."""
     with _alone():
-        before = states(True)
-        yield lambda: states(True) != before
+        before = states()
+        yield lambda: states() != before
 
 
-def states(others: bool) -> tuple[Any, ...]:
+def states() -> tuple[Any, ...]:
     """The states of torch's default stream, and of Python's and NumPy's."""
-    own = torch.get_rng_state().numpy().tobytes()
-    if not others:
-        return (own,)
     numpy: Any = np.random.get_state()
-    return own, random.getstate(), numpy[2]
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy[2]
 
 
 @contextlib.contextmanager
@@ -249,10 +249,10 @@ class Turns:
                 self._draws.clear()
             return self._in_turn(kind, list(thunks), list(thunks.values()),
                                  together)[0]
-        before, queue = states(together is not None), Queue()
+        before, queue = watch.found, Queue()
         results = (together or self._run)([
             partial(queue.call, i, thunk) for i, thunk in thunks.items()])
-        self._by_chance = states(together is not None) != before
+        self._by_chance = watch.found != before
         if self._by_chance or queue.used:
             self._draws[kind] = True    # from now on in turn
         return results

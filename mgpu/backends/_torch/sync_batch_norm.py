@@ -1,7 +1,7 @@
 """Batch norm in training with the statistics of all devices' examples, in
 torch's arithmetic."""
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -104,8 +104,16 @@ def _forward(layer: Any, index: int, name: str, mean: Mean
         centred = x - centre
         variance, _ = mean(index, name, size,
                            (centred * centred).sum(axes, keepdim=True), x)
-        _move(layer, {"running_mean": centre, "running_var":
-                      variance * (count / (count - 1))})
+        with torch.no_grad():       # as torch does; the variance is unbiased
+            if layer.num_batches_tracked is not None \
+                    and layer.track_running_stats:
+                layer.num_batches_tracked.add_(1)
+            if moves_statistics(layer):
+                share = layer.momentum if layer.momentum is not None \
+                    else 1 / float(layer.num_batches_tracked)
+                layer.running_mean.lerp_(centre.reshape(-1), share)
+                layer.running_var.lerp_(
+                    (variance * (count / (count - 1))).reshape(-1), share)
         y = centred * (variance + layer.eps).rsqrt()
         if layer.weight is not None:
             y = y * layer.weight.reshape(shape)
@@ -113,15 +121,3 @@ def _forward(layer: Any, index: int, name: str, mean: Mean
             y = y + layer.bias.reshape(shape)
         return y
     return forward
-
-
-@torch.no_grad()
-def _move(layer: Any, values: Mapping[str, torch.Tensor]) -> None:
-    """Update running statistics as torch does; the variance is unbiased."""
-    if layer.num_batches_tracked is not None and layer.track_running_stats:
-        layer.num_batches_tracked.add_(1)
-    if moves_statistics(layer):
-        share = layer.momentum if layer.momentum is not None \
-            else 1 / float(layer.num_batches_tracked)
-        for name, value in values.items():
-            getattr(layer, name).lerp_(value.reshape(-1), share)
