@@ -8,7 +8,8 @@ at the same time, and returns the sums over the devices. To everything outside
 of it, this is plain autograd.
 """
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (Callable, Collection, Iterable, Iterator,
+                             Mapping, Sequence)
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -278,24 +279,19 @@ class Alias(torch.autograd.Function):
         return g
 
 
-def _reached(roots: Sequence[torch.Tensor], heads: Sequence[Any]
-             ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The roots that have a gradient, and these."""
-    at = [n for n, head in enumerate(heads) if head is not None]
-    return [roots[n] for n in at], [heads[n] for n in at]
-
-
-def _run(work: Iterable[tuple[DeviceGraph, Any, bool]]) -> None:
+def _run(work: Collection[tuple[DeviceGraph, Any, bool]]) -> None:
     """One backward pass of several graphs."""
-    roots: list[torch.Tensor] = []
-    gradients: list[torch.Tensor] = []
-    retain = False
-    for graph, heads, keeps in work:
-        for found, more in zip((roots, gradients),
-                               _reached(graph.roots, heads)):
-            found += more
-        retain |= keeps
-    torch.autograd.backward(roots, gradients, retain_graph=retain)
+    roots, heads = _reached(
+        [root for graph, *_ in work for root in graph.roots],
+        [head for _, heads, _ in work for head in heads])
+    torch.autograd.backward(roots, heads,
+                            retain_graph=any(keeps for *_, keeps in work))
+
+
+def _reached(roots: Sequence[torch.Tensor], heads: Sequence[Any]) -> Any:
+    """The roots that have a gradient, and these."""
+    return zip(*[pair for pair in zip(roots, heads, strict=True)
+                 if pair[1] is not None])
 
 
 def _added(parts: Iterable[tuple[int, torch.Tensor | None]], sources: Sources

@@ -134,8 +134,7 @@ class GluonMeaning(Meaning):
             for path, layer in innermost(net):
                 for table in ("_forward_pre_hooks", "_forward_hooks"):
                     vars(layer)[table] = vars(layer)[table].copy()
-                for _ in watch_layer(layer, path, i, between, network.seen):
-                    pass
+                watch_layer(layer, path, i, between, network.seen)
         for n in self._replaced:
             layer = layers[n]
             forward = self._forward(net, layer, self._paths[n], i, here) \
@@ -174,7 +173,9 @@ class GluonMeaning(Meaning):
         if options.channels_last:
             args = tuple(map(channels_last, args))
             kwargs = {name: channels_last(x) for name, x in kwargs.items()}
-        with self._around(i):
+        with contextlib.ExitStack() as stack:
+            for block in self._around(i):
+                stack.enter_context(block)
             if i in self._passes:
                 self._passes[i].begins()
             try:
@@ -187,7 +188,8 @@ class GluonMeaning(Meaning):
         return output if options.autocast is None \
             else widened(options, output)
 
-    def _around(self, i: int) -> contextlib.AbstractContextManager[Any]:
+    def _around(self, i: int
+                ) -> list[contextlib.AbstractContextManager[Any]]:
         network = self._network
         options, blocks = network.options, []
         if network.float32.names or network.float32.watched:
@@ -201,21 +203,12 @@ class GluonMeaning(Meaning):
                 self._devices[i]), options))
         if torch.is_grad_enabled() and not network.backend.is_recording():
             blocks.append(torch.no_grad())
-        return _inside(blocks) if blocks else contextlib.nullcontext()
+        return blocks
 
     def turn(self, i: int) -> contextlib.AbstractContextManager[
             Callable[[], bool]]:
         return standing_in(self._network.backend.generator(
             self._devices[i], "functional"))
-
-
-@contextlib.contextmanager
-def _inside(blocks: Sequence[contextlib.AbstractContextManager[Any]]
-            ) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for block in blocks:
-            stack.enter_context(block)
-        yield
 
 
 class _Pass:
@@ -291,8 +284,8 @@ def innermost(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def watch_layer(module: nn.Module, path: str, index: int, between: Between,
-                seen: base.LayerCallback) -> Iterator[Any]:
-    """Let `seen` be called after each call of an innermost layer; yields
+                seen: base.LayerCallback) -> list[Any]:
+    """Let `seen` be called after each call of an innermost layer; returns
     handles."""
     given: list[Any] = []
     closed = not is_open(module)
@@ -308,8 +301,8 @@ def watch_layer(module: nn.Module, path: str, index: int, between: Between,
         between.after = path
         put = None if recomputing() else seen(path, given[0], outputs, index)
         return None if put is None else in_place_of(outputs, put)
-    yield module.register_forward_pre_hook(begins)
-    yield module.register_forward_hook(told)
+    return [module.register_forward_pre_hook(begins),
+            module.register_forward_hook(told)]
 
 
 def _cloned(x: Any) -> Any:
