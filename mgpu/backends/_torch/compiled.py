@@ -3,7 +3,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -153,23 +153,3 @@ def define_mask() -> None:
     def _(x, leading, keep, ticket):
         return torch.empty(mask_shape(x, leading), dtype=x.dtype,
                            device=x.device)
-
-
-def check_compiler(devices: Sequence[Any]) -> None:
-    """RuntimeError where torch cannot compile."""
-    if any(device.kind == "gpu" for device in devices):
-        from torch.utils._triton import has_triton
-        if not has_triton():
-            raise RuntimeError(
-                "hybridize=True on a GPU needs the compiler Triton; found "
-                "none that works. Install triton, or use hybridize=False.")
-    if any(device.kind == "cpu" for device in devices):
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        try:
-            get_cpp_compiler()
-        except Exception as error:
-            raise RuntimeError(
-                "hybridize=True on a CPU needs a C++ compiler; found none "
-                "that works. Install g++, set the environment variable CXX "
-                "to one before the program starts, or use "
-                "hybridize=False.") from error

@@ -99,22 +99,20 @@ class Plan(NamedTuple):
         Whether `Meaning.dress` changes something.
     compiles : bool
         Whether compiled code runs.
+    own_statistics : bool
+        Whether each device has running statistics of its own.
     """
 
     mode: Any = None
     together: Runner | None = None
     dresses: bool = False
     compiles: bool = False
+    own_statistics: bool = False
 
 
 class Meaning:
     """What a pass on a device has besides the network's own forward. Here:
     nothing; the framework's own meaning."""
-
-    @property
-    def own_statistics(self) -> bool:
-        """Whether each device has running statistics of its own."""
-        return False
 
     def begin(self, active: Sequence[int], tree: Tree) -> Plan:
         """A pass of these devices begins."""
@@ -167,6 +165,7 @@ class DeviceCopies:
         #: running statistics that are a device's own
         self._own: list[dict[int, _Held]] = [{} for _ in devices]
         self._attributes: list[dict[_Place, _Held]] = [{} for _ in devices]
+        self._plan = Plan()
         self._checked: Any = None
         self._tree: Tree | None = None      # of the last pass
         self._last: list[torch.Tensor] = []     # leaves
@@ -316,7 +315,7 @@ class DeviceCopies:
             return {key: x.detach() if x.requires_grad else x
                     for key, x in tree.arrays.items()}
         own = {}
-        if self._meaning.own_statistics:
+        if self._plan.own_statistics:
             own = {key: one.value for key, one in self._own[i].items()
                    if key in tree.arrays
                    and _is_valid(one, tree.arrays[key], None)}
@@ -447,7 +446,7 @@ class DeviceCopies:
             values = copies[first].arrays.values()
             # torch's batch norm writes to them without counting it.
             uncounted = {id(x) for x in tree.statistics
-                         if self._meaning.own_statistics}
+                         if self._plan.own_statistics}
             for x, value, old, new in zip(
                     tree.arrays.values(), values, copies[first].stamps,
                     _stamps(values), strict=True):
@@ -455,7 +454,7 @@ class DeviceCopies:
                         and value.shape == x.shape \
                         and not isinstance(x, nn.Parameter):
                     x.copy_(value)
-        if not self._meaning.own_statistics:
+        if not self._plan.own_statistics:
             return
         for i in range(1, len(self.devices)):
             for x in tree.statistics:
@@ -475,12 +474,12 @@ class DeviceCopies:
             and not torch.is_inference_mode_enabled()
         plain = active == [0]       # no boundary: the network's own leaves
         tree, sources = self._read(), Sources()
-        mode, together, dresses, compiles = self._meaning.begin(active, tree)
-        compiled = tree.compiled or compiles
-        forward = functools.partial(self._turns.forward, (tree.key, mode),
-                                    compiled, together)
+        plan = self._plan = self._meaning.begin(active, tree)
+        compiled, together = tree.compiled or plan.compiles, plan.together
+        forward = functools.partial(self._turns.forward, (
+            tree.key, plan.mode), compiled, together)
         if len(self.devices) == 1 and together is None \
-                and not tree.compiled and not dresses:
+                and not tree.compiled and not plan.dresses:
             (args, kwargs), sizes = calls[0], tree.sizes()
             results = forward({0: functools.partial(
                 self._meaning.call, 0, self.net, args, kwargs)})

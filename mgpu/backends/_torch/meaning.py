@@ -68,12 +68,6 @@ class GluonMeaning(Meaning):
         #: of the compiled pass; None: layers run one by one
         self._key: Any = None
 
-    @property
-    def own_statistics(self) -> bool:
-        backend = self._network.backend
-        return backend.is_training() and backend.is_recording() \
-            and self._network.normalise is None
-
     def begin(self, active: Sequence[int], tree: Tree) -> Plan:
         network = self._network
         training = network.backend.is_training()
@@ -84,15 +78,16 @@ class GluonMeaning(Meaning):
         if network.options.hybridize and not network.by_layer \
                 and not strict.on():
             define_mask()
-            self._key = (*network.net.modules(), training, *(
-                m.training for m in network.net.modules()),
-                network.own_arithmetic, *(
+            self._key = (*network.net.modules(), tree.key, training,
+                         network.own_arithmetic, *(
                 hook for m in network.net.modules() for table in (
                     m._forward_hooks, m._forward_pre_hooks)
                 for hook in table.values()))
         compiles = self._key is not None
-        return Plan(training, network.runner, self._changed or compiles
-                    or network.seen is not None, compiles)
+        return Plan(
+            training, network.runner, self._changed or compiles
+            or network.seen is not None, compiles, training
+            and network.backend.is_recording() and network.normalise is None)
 
     def _plan(self, tree: Tree, training: bool) -> None:
         self._training, self._paths = training, tree.paths

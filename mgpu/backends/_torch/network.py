@@ -17,7 +17,6 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              check_joined, computes_itself,
                                              is_gluons_dropout,
                                              masked_forward, takes_masks)
-from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.copies import DeviceCopies
 from mgpu.backends._torch.float32 import AsMXNet
 from mgpu.backends._torch.gluonize import has_fixed_statistics
@@ -251,7 +250,6 @@ class TorchNetwork(base.Network):
                     "is a number; received momentum=None, whose factor "
                     f"changes in every step, in {cumulative}. Give the "
                     "layers a momentum, or use hybridize=False.")
-            check_compiler(devices)
         self.options = options
 
     def hybridize(self, active, devices) -> None:

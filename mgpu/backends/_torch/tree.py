@@ -27,7 +27,7 @@ ATOMS = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype,
 #: types whose values each device has for itself
 MUTABLE = (torch.Tensor, np.ndarray, bytearray, list, tuple, dict, set)
 _UNSUPPORTED = {"ScriptModule", "DistributedDataParallel", "DataParallel",
-                "FullyShardedDataParallel", "FSDPModule"}
+                "FullyShardedDataParallel", "FSDPModule", "DTensor"}
 
 
 def plain_network(net: nn.Module) -> nn.Module:
@@ -188,19 +188,16 @@ class Tree:
     def _add(self, module: nn.Module) -> None:
         if id(module) in self.by_id:
             return
-        for one in (module, *module._modules.values()):
+        arrays = [x for x in (*module._parameters.values(),
+                              *module._buffers.values()) if x is not None]
+        for one in (module, *module._modules.values(), *arrays):
             if _UNSUPPORTED & {cls.__name__ for cls in type(one).__mro__}:
                 raise TypeError(
                     f"a {type(one).__name__} cannot be copied to several "
                     "devices. Pass the plain module.")
         self.modules.append(module)
         self.by_id[id(module)] = module
-        for x in (*module._parameters.values(), *module._buffers.values()):
-            if x is not None:
-                if type(x).__name__ == "DTensor":
-                    raise TypeError("a DTensor cannot be copied to several "
-                                    "devices. Pass a network of tensors.")
-                self.arrays[id(x)] = x
+        self.arrays.update((id(x), x) for x in arrays)
 
     def _read_attributes(self, module: nn.Module) -> None:
         for name, x in module.__dict__.items():
