@@ -97,8 +97,8 @@ def test_many_trainings_leave_nothing(name):
         gc.collect()
         return sum(map(backend.is_native, gc.get_objects()))
 
-    for i in range(30):
-        if i == 10:
+    for i in range(36):
+        if i == 20:
             before = arrays()
         k = order.randint(1, 8)
         most = max(most, k)
@@ -113,8 +113,8 @@ def test_many_trainings_leave_nothing(name):
 
 # -- Ctrl-C -------------------------------------------------------------------
 
-@pytest.mark.parametrize("name, options", zip(
-    BACKENDS, ["", "prefetch=2, max_inflight=4"]))
+@pytest.mark.parametrize("name, options", list(zip(
+    BACKENDS, ["", "prefetch=2, max_inflight=4"])))
 def test_ctrl_c_ends_a_training(name, options):
     process = start(name, f"""
     class Endless:

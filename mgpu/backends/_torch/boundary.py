@@ -340,8 +340,8 @@ def _call_hooks_if_reached(x: torch.Tensor) -> None:
             before = dict(hooks)
             during = {key: partial(_call_if, reached, hook)
                       for key, hook in before.items()}
-            hooks.update(during)
             _call_afterwards(partial(_restore, hooks, before, during))
+            hooks.update(during)
 
 
 def _call_if(reached: Callable[[Any], bool], hook: Any, x: Any) -> Any:

@@ -105,10 +105,15 @@ def standing_in(own: torch.Generator) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Callable[[], bool]]:
-    """The same with torch's own stream, and those of Python and NumPy."""
-    with _alone():
-        before = states()
+    """A block in which the caller alone draws from torch's default stream;
+    gives what `standing_in` does, also for the streams of Python and
+    NumPy."""
+    before = states()
+    watch.turn(True)
+    try:
         yield lambda: states() != before
+    finally:
+        watch.turn(False)
 
 
 def states() -> tuple[Any, ...]:
@@ -282,6 +287,7 @@ class Turns:
                  ) -> tuple[list[Any], bool]:
         """The results, and whether one of the thunks has drawn. Those that
         run `together` wait for each other in between."""
+        _here.take_turn = None      # where an interrupt has left one
         known = self._draws.get(kind, False)
         caches: dict[int, Any] = {i: {} for i in devices}   # threads share it
         looking = contextlib.nullcontext if together or self._compiled \
