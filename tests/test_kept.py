@@ -248,6 +248,30 @@ def _plus_two(net):
     net.state = net.state + 2
 
 
+def _fills_again(net, x, F):
+    if net.state is None:
+        net.state = []
+    net.state.clear()
+    net.state.append(net.a(x))
+    return net.b(net.state[-1])
+
+
+def _on_a_layer(net, x, F):
+    net.a.state = net.a(x)
+    net.state = [net.a.state]       # d2l's decoders
+    return net.b(net.state[0])
+
+
+def _call_natively(net, *sizes):
+    for n in sizes or (ROWS, 1):
+        with mgpu.no_grad():
+            net(mgpu.put(batches(1, n)[0][0], mgpu.cpu(0)))
+
+
+def _call_with_all(net):
+    _call_natively(net, 1, ROWS)
+
+
 def _nothing(net):
     pass
 
@@ -270,6 +294,10 @@ STATE = {"state": None}
     (_state, STATE, _nothing, "sync", "step"),
     (_state, STATE, _reset_state, "per_device", "step"),
     (_state, STATE, _half_in_place, "per_device", "step"),
+    (_state, STATE, _call_natively, "per_device", "step"),
+    (_state, STATE, _call_natively, "sync", "step"),
+    (_fills_again, STATE, _call_with_all, "per_device", "step"),
+    (_on_a_layer, STATE, _call_with_all, "per_device", "step"),
     (_in_a_dict, {"cache": dict}, _nothing, "per_device", "hand"),
     (_in_a_dict, {"cache": dict}, _clear, "per_device", "step"),
     (_carries, STATE, _detach, "per_device", "step"),
@@ -778,89 +806,6 @@ def test_a_buffer_with_a_gradient(engine, devices):
     trains_as_plain(engine, new, devices, data=batches(1))
     one, several = (net.gain.grad.numpy() for net in made)
     assert relative_difference(several, one) < 1e-12
-
-
-# -- what calls of the network itself leave -----------------------------------
-
-
-def _fills_again(net, x, F):
-    if net.kept is None:
-        net.kept = []
-    net.kept.clear()
-    net.kept.append(net.a(x))
-    return net.kept[-1] * 1
-
-
-def _on_a_layer(net, x, F):
-    net.a.kept = net.a(x)
-    net.kept = [net.a.kept]         # d2l's decoders
-    return net.kept[0] * 1
-
-
-def _call(engine, net, X, recorded):
-    x = engine.put(X, on(0)[0])
-    with mgpu.record() if recorded else mgpu.no_grad():
-        net(x)
-
-
-def _own_head(forward):
-    return lambda net, x, F: net.b(forward(net, x, F))
-
-
-@pytest.mark.parametrize("forward", [_fills_again, _on_a_layer], ids=name_of)
-def test_what_a_native_call_leaves_is_written_anew(engine, devices, forward):
-    """However forward() writes it before it reads it."""
-    (X, _), = batches(1)
-    expected = plain(engine, network(engine, _own_head(forward), kept=None),
-                     batches(4))
-    net = network(engine, _own_head(forward), kept=None)
-    replicas, trainer = replicated(net, devices)
-    for A, y in batches(4):
-        step(replicas, trainer, A, y)
-        for rows in (1, ROWS // 2, ROWS, ROWS + 1):
-            _call(engine, net, np.resize(X, (rows, 4)), True)
-        for rows in (1, ROWS):      # some devices have none
-            predicted(replicas, X[:rows])
-            _call(engine, net, X[:1], False)
-    same(values(net), expected)
-
-
-def _carried(net, x, F):
-    h = net.a(x) if net.kept is None else net.a(x) + net.kept
-    net.kept = h.detach()
-    return h
-
-
-def _carried_on_a_layer(net, x, F):
-    before = getattr(net.b, "kept", None)
-    h = net.a(x) if before is None or net.kept is None else net.a(x) + before
-    net.kept = net.b.kept = h.detach()
-    return h
-
-
-def _carried_and_caught(net, x, F):
-    h = net.a(x)
-    if net.kept is not None:
-        try:
-            h = h + net.kept
-        except Exception:
-            h = h * 1
-    net.kept = h.detach()
-    return h
-
-
-@pytest.mark.parametrize("forward, batch_norm, how", [
-    (_carried, "per_device", "step"), (_carried, "sync", "step"),
-    (_carried_and_caught, "per_device", "step"),
-    (_carried_on_a_layer, "per_device", "step")], ids=name_of)
-@pytest.mark.device_counts(2, 3)
-def test_a_state_that_a_native_call_leaves_is_that_of_all_devices(
-        engine, devices, forward, how, batch_norm):
-    (X, _), = batches(1)
-    trains_as_plain(
-        engine, lambda: network(engine, _own_head(forward), kept=None),
-        devices, lambda net: _call(engine, net, X[:1], False),
-        data=batches(3), batch_norm=batch_norm, how=how)
 
 
 # -- other things in attributes -----------------------------------------------
