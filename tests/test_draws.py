@@ -88,7 +88,7 @@ def noisy(how):
     return Net().double()
 
 
-def drawn(how, predicts, devices, steps=16):
+def drawn(how, predicts, devices, steps=5):
     """What a network gives that draws in each pass, or its loss."""
     import torch
     net = noisy(how)
@@ -124,12 +124,12 @@ def test_what_draws_draws_the_same_in_every_run(
         backend, how, predicts, devices):
     """From torch's default stream, which the threads of all devices
     share."""
-    runs = [drawn(how, predicts, devices) for _ in range(3)]
-    assert (runs[0] == runs[1]).all() and (runs[0] == runs[2]).all()
+    runs = [drawn(how, predicts, devices) for _ in range(2)]
+    assert (runs[0] == runs[1]).all()
     assert (runs[0][-8:] != runs[0][-16:-8]).all()
 
 
-def noisy_backward(how):
+def noisy_backward(noise):
     """A network of torch whose backward passes draw."""
     import torch
     from torch import nn
@@ -141,35 +141,28 @@ def noisy_backward(how):
 
         @staticmethod
         def backward(context, gradient):
-            return gradient + alone(gradient)
-
-    class Unread(Noise):
-        @staticmethod
-        def backward(context, gradient):
-            return gradient + unread_noise(gradient)
-    kind = {"function": Noise, "unread": Unread}[how]
+            return gradient + noise(gradient)
 
     class Noisy(nn.Module):
         def forward(self, x):
-            return kind.apply(x)
+            return Noise.apply(x)
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(6, 5), Noisy(), nn.Linear(5, 3)).double()
 
 
-@pytest.mark.parametrize("how, own", [
-    ("function", True), ("unread", True), ("function", False)])
-def test_backward_passes_that_draw_take_turns(backend, how, devices, own):
+@pytest.mark.parametrize("noise, own", [(unread_noise, True), (alone, False)])
+def test_backward_passes_that_draw_take_turns(backend, noise, devices, own):
     """In a loop of the user's `own`, and in `train_batch`."""
     import torch
     found = []
     X, y = rows_and_classes()
     for _ in range(2):
-        net = noisy_backward(how)
+        net = noisy_backward(noise)
         replicas = mgpu.initialize(net, devices)
         trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
         mgpu.seed(5)
         before = torch.get_rng_state()
-        for _ in range(12):
+        for _ in range(4):
             if own:
                 shards, labels = mgpu.split_batch(X, y, devices)
                 with mgpu.record():
@@ -184,32 +177,6 @@ def test_backward_passes_that_draw_take_turns(backend, how, devices, own):
     assert (found[0] == found[1]).all()
 
 
-@pytest.mark.parametrize("trained", (False, True))
-@pytest.mark.device_counts(4)
-def test_the_first_prediction_of_code_that_is_not_read_takes_turns(
-        backend, devices, trained):
-    """Not of torch's layers alone."""
-    from torch import nn
-    x, inside, met = np.ones((8, 6), np.float32), [], []
-
-    class Layer(nn.Module):
-        def forward(self, x):
-            met.append(inside.append(1))
-            time.sleep(0.01)
-            assert len(inside) == 1, "another device runs"
-            inside.pop()
-            return x + unread_noise(x)
-    replicas = mgpu.initialize(nn.Sequential(Layer(), nn.Linear(6, 3)),
-                               devices)
-    shards = mgpu.split_and_load(x, devices)
-    if trained:
-        with mgpu.record():
-            replicas(shards)
-    for _ in range(3):
-        replicas(shards)
-    assert len(met) == 4 * (4 if trained else 3)
-
-
 @pytest.mark.parametrize("predicting", (False, True))
 def test_a_network_that_seeds_itself_draws_the_same_on_all_devices(
         backend, devices, predicting):
@@ -222,7 +189,7 @@ def test_a_network_that_seeds_itself_draws_the_same_on_all_devices(
     replicas = mgpu.initialize(net, devices)
     shards = mgpu.split_and_load(x, devices, even_split=False)
     with mgpu.record(train_mode=not predicting):
-        for _ in range(12):
+        for _ in range(4):
             found = np.concatenate([mgpu.to_numpy(y) for y in
                                     replicas(shards)])
             assert abs(found - wanted).max() < 1e-12
@@ -278,7 +245,7 @@ def test_draws_that_no_name_tells_of_are_said(backend, devices, monkeypatch):
         for _ in range(2):
             mgpu.seed(5)
             before = torch.get_rng_state()
-            found.append([mgpu.to_numpy(x) for _ in range(9)
+            found.append([mgpu.to_numpy(x) for _ in range(4)
                           for x in replicas(shards)])
             assert (torch.get_rng_state() == before).all()
     assert np.array_equal(*found)

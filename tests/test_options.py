@@ -504,18 +504,6 @@ def test_a_cumulative_average_cannot_be_compiled(name):
                 "hybridize=False.", hybridize=True)
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_a_missing_compiler_is_said_at_once(name):
-    with using_engine(name) as backend:
-        import torch._inductor.config as inductor
-        with inductor.patch("cpp.cxx", ("no-such-compiler",)):
-            refused(mlp(backend), RuntimeError,
-                    "hybridize=True on a CPU needs a C++ compiler; found "
-                    "none that works. Install g++, set the environment "
-                    "variable CXX to one before the program starts, or use "
-                    "hybridize=False.", hybridize=True)
-
-
 def test_wrong_loss_scales(backend):
     replicas = mgpu.initialize(mlp(backend), on(0), "uniform")
     for scale in (0, -2.0, float("inf"), float("nan"), True, "static", [2.0]):

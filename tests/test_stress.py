@@ -97,7 +97,7 @@ def test_many_trainings_leave_nothing(name):
         gc.collect()
         return sum(map(backend.is_native, gc.get_objects()))
 
-    for i in range(50):
+    for i in range(36):
         if i == 20:
             before = arrays()
         k = order.randint(1, 8)
@@ -106,18 +106,15 @@ def test_many_trainings_leave_nothing(name):
         # one leads the steps, one has drawn batches
         assert len(workers()) <= most + 2, workers()
     assert most == 8
-    after_50 = arrays()
-    for i in range(50, 80):
-        once(order.randint(1, 8), i)
-    assert arrays() == after_50 == before, (after_50, before)
+    assert arrays() == before
     assert not [ref for ref in dropped if ref() is not None]
     """)
 
 
 # -- Ctrl-C -------------------------------------------------------------------
 
-@pytest.mark.parametrize("options", ["", "prefetch=2, max_inflight=4"])
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name, options", list(zip(
+    BACKENDS, ["", "prefetch=2, max_inflight=4"])))
 def test_ctrl_c_ends_a_training(name, options):
     process = start(name, f"""
     class Endless:

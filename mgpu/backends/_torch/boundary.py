@@ -8,10 +8,12 @@ at the same time, and returns the sums over the devices. To everything outside
 of it, this is plain autograd.
 """
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import (Callable, Collection, Iterable, Iterator,
+                             Mapping, Sequence)
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,13 +30,8 @@ _TOKEN = torch.empty(0)
 Runner = Callable[..., list[Any]]
 #: ended(last): a backward pass has ended; `last`: there can be no other
 Ended = Callable[[bool], None]
-
-
-class Running:
-    """Whether a backward pass adds to leaves now. It stays so where an
-    interrupt comes before they are empty again."""
-
-    now = False
+#: tensors that go into the boundary, by id
+Sources = dict[int, torch.Tensor]
 
 
 @dataclass
@@ -44,7 +41,7 @@ class DeviceGraph:
     Attributes
     ----------
     leaves : dict
-        Index of a source -> the device's leaf for it.
+        Id of a source -> the device's leaf for it.
     roots : list of Tensor
     names : list of str or None
         Of the roots that forward left in an attribute: its name.
@@ -52,8 +49,6 @@ class DeviceGraph:
         It is one with those of the other devices, by joint statistics.
     retained : bool
         A part of another graph, which runs later: it is not freed.
-    running : Running
-        Whether its backward pass is running.
     """
 
     leaves: dict[int, torch.Tensor]
@@ -61,7 +56,6 @@ class DeviceGraph:
     names: list[str | None] = field(default_factory=list)
     connected: bool = False
     retained: bool = False
-    running: Running = field(default_factory=Running)
 
 
 class _Hold:
@@ -71,25 +65,11 @@ class _Hold:
         self.graph = graph
 
 
-class Sources(list[torch.Tensor]):
-    """Tensors that go into the boundary, each once."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
-        super().__init__(tensors)
-        self._at = {id(x): n for n, x in enumerate(tensors)}
-
-    def index_of(self, x: torch.Tensor) -> int:
-        """The index of `x`, which is appended where it is new."""
-        n = self._at.setdefault(id(x), len(self))
-        if n == len(self):
-            self.append(x)
-        return n
-
-
+@dataclass
 class Joint:
     """How the graphs of a network's devices are run.
 
-    Parameters
+    Attributes
     ----------
     run : callable
         ``run(devices, thunks)``: the results of thunks, one for each of the
@@ -97,80 +77,58 @@ class Joint:
     one_call : bool
         Run all devices in one call of autograd: on GPUs, where autograd has a
         thread for each device and threads of ours would wait for it.
-    locked : callable
-        Gives a block in which no pass writes to the devices' copies.
+    lock : context manager
+        A block in which no pass writes to the devices' copies.
+    running : bool
+        Whether a backward pass adds to leaves now. It stays so where an
+        interrupt comes before they are empty again.
     """
 
-    def __init__(self, run: Callable[[Sequence[int], Sequence[Any]],
-                                     list[Any]], one_call: bool,
-                 locked: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.run, self.one_call, self.locked = run, one_call, locked
+    run: Callable[[Sequence[int], Sequence[Any]], list[Any]]
+    one_call: bool
+    lock: AbstractContextManager[Any]
+    running: bool = False
 
-    def connect(self, graphs: Mapping[int, DeviceGraph],
-                sources: Sequence[torch.Tensor], ended: Ended | None = None
+    def connect(self, graphs: Mapping[int, DeviceGraph], sources: Sources,
+                ended: Ended | None = None
                 ) -> dict[int, Iterator[torch.Tensor]]:
         """The roots of all devices as outputs of one node over `sources`;
         `ended` is called behind each of its backward passes."""
-        holds = {i: _Hold(graph) for i, graph in graphs.items()
-                 if graph.roots}
         found: dict[int, Iterator[torch.Tensor]] = {
             i: iter(()) for i in graphs}
-        if not holds:
-            return found
-        ready: dict[int, _Hold | DeviceGraph] = {}
-        joined = _Boundary.apply(self, holds, ready, ended, *sources)
-        at = 0
-        for i in list(holds):
-            # autograd alone keeps the hold: once it drops it, nobody asks
-            # for this graph again, and its buffers are freed.
-            hold, count = holds.pop(i), len(graphs[i].roots)
-
-            def pack(_: Any, hold: _Hold = hold) -> _Hold:
-                return hold
-
-            def unpack(hold: _Hold, i: int = i) -> torch.Tensor:
-                ready[i] = hold
-                return _TOKEN
-            with saved_tensors_hooks(pack, unpack):
-                found[i] = iter(_Keep.apply(ready, i, *joined[at:at + count]))
-            del hold, pack
-            at += count
+        ready: dict[int, Any] = {}
+        holds: dict[int, weakref.ref[_Hold]] = {}
+        roots = {i: graph.roots for i, graph in graphs.items() if graph.roots}
+        if roots:
+            joined = iter(_Boundary.apply(self, roots, holds, ready, ended,
+                                          *sources.values()))
+            for i in roots:
+                found[i], holds[i] = keep(
+                    [*islice(joined, len(roots[i]))], graphs[i], ready, i)
         return found
 
     def sums(self, work: dict[int, tuple[DeviceGraph, Any, bool]],
-             sources: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+             sources: Sources) -> list[torch.Tensor | None]:
         """The gradients of `sources`, added in the order of the devices."""
-        def thunk(i: int) -> None:
-            graph, heads, keep = work[i]
-            pairs = _pairs(graph, heads)
-            torch.autograd.backward([r for r, _ in pairs],
-                                    [h for _, h in pairs], retain_graph=keep)
-        for graph, *_ in work.values():
-            graph.running.now = True
+        graphs = [graph for graph, *_ in work.values()]
+        self.running = True
         try:
-            if self.one_call or any(g.connected for g, *_ in work.values()):
-                pairs = [pair for graph, heads, _ in work.values()
-                         for pair in _pairs(graph, heads)]
-                torch.autograd.backward(
-                    [r for r, _ in pairs], [h for _, h in pairs],
-                    retain_graph=any(keep for *_, keep in work.values()))
+            if self.one_call or any(graph.connected for graph in graphs):
+                _run(work.values())
             else:
-                self.run(list(work), [partial(thunk, i)
-                                      for i in work])
-            totals: list[torch.Tensor | None] = [None] * len(sources)
-            for graph, *_ in work.values():
-                for n, leaf in graph.leaves.items():
-                    totals[n] = _plus(totals[n], leaf.grad, sources[n])
-            return totals
+                self.run(list(work), [partial(_run, [one])
+                                      for one in work.values()])
+            return _added([(key, leaf.grad) for graph in graphs
+                           for key, leaf in graph.leaves.items()], sources)
         finally:        # also after an error nothing is left in the leaves
-            for graph, *_ in work.values():
+            for graph in graphs:
                 for leaf in graph.leaves.values():
                     leaf.grad = None
-                graph.running.now = False
+            self.running = False
 
     def differentiable_sums(
             self, work: dict[int, tuple[DeviceGraph, Any, bool]],
-            sources: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+            sources: Sources) -> list[torch.Tensor | None]:
         """`sums` that are recorded (``create_graph=True``): each device's
         derivative is a graph behind a boundary of its own.
 
@@ -182,58 +140,51 @@ class Joint:
         if any(graph.connected for graph, *_ in work.values()):
             raise RuntimeError("batch_norm='sync' has no second derivatives. "
                                "Use batch_norm='per_device'.")
-        inputs = Sources(sources)
-        count = len(sources)
-        leaves: dict[int, dict[int, torch.Tensor]] = {}
-        heads: dict[int, list[Any]] = {}
-        for i, (graph, given, _) in work.items():
-            leaves[i], heads[i] = dict(graph.leaves), []
-            for h in given:
-                if h is not None and h.requires_grad:
-                    n = inputs.index_of(h)
-                    leaves[i][n] = h = h.detach().requires_grad_()
-                heads[i].append(h)
+        inputs = dict(sources)
+        leaves = {i: dict(graph.leaves) for i, (graph, *_) in work.items()}
 
-        def thunk(i: int) -> Any:
-            pairs = _pairs(work[i][0], heads[i])
+        def entered(i: int, h: Any) -> Any:
+            if h is None or not h.requires_grad:
+                return h
+            inputs[id(h)] = h
+            leaf = leaves[i][id(h)] = h.detach().requires_grad_()
+            return leaf
+
+        def thunk(graph: DeviceGraph, heads: list[Any]) -> Any:
+            roots, given = _reached(graph.roots, heads)
             return torch.autograd.grad(
-                [r for r, _ in pairs], list(work[i][0].leaves.values()),
-                [h for _, h in pairs], create_graph=True, allow_unused=True)
-        found = dict(zip(work, self.run(list(work), [
-            partial(thunk, i) for i in work]), strict=True))
+                roots, [*graph.leaves.values()], given, create_graph=True,
+                allow_unused=True)
+        found = self.run(list(work), [
+            partial(thunk, graph, [entered(i, h) for h in heads])
+            for i, (graph, heads, _) in work.items()])
         outer = self.connect({i: DeviceGraph(
-            leaves[i], [g for g in found[i]
-                        if g is not None and g.requires_grad], retained=True)
-            for i in work}, inputs)
-        totals: list[torch.Tensor | None] = [None] * len(inputs)
-        for i, (graph, *_) in work.items():
-            for n, g in zip(graph.leaves, found[i], strict=True):
-                if g is not None and g.requires_grad:
-                    g = next(outer[i])
-                totals[n] = _plus(totals[n], g, sources[n])
-        return totals[:count]
+            leaves[i], [g for g in given if g is not None and g.requires_grad],
+            retained=True) for i, given in zip(work, found)}, inputs)
+        return _added([
+            (key, next(outer[i]) if g is not None and g.requires_grad else g)
+            for (i, (graph, *_)), given in zip(work.items(), found)
+            for key, g in zip(graph.leaves, given, strict=True)], sources)
 
 
 class _Boundary(torch.autograd.Function):
     """Sources -> roots of all devices."""
 
     @staticmethod
-    def forward(ctx: Any, joint: Joint, holds: Mapping[int, _Hold],
-                ready: dict[int, Any], ended: Ended | None,
-                *sources: torch.Tensor) -> Any:
+    def forward(ctx: Any, joint: Joint, roots: Mapping[int, Any],
+                holds: Mapping[int, Any], ready: dict[int, Any],
+                ended: Ended | None, *sources: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.joint, ctx.ready, ctx.sources = joint, ready, sources
-        ctx.ended = ended
-        ctx.holds = {i: weakref.ref(hold) for i, hold in holds.items()}
-        ctx.counts = {i: len(h.graph.roots) for i, h in holds.items()}
-        return tuple(root.detach() for hold in holds.values()
-                     for root in hold.graph.roots)
+        ctx.joint, ctx.holds, ctx.ready = joint, holds, ready
+        ctx.ended, ctx.sources = ended, {id(x): x for x in sources}
+        ctx.counts = {i: len(own) for i, own in roots.items()}
+        return tuple(root.detach() for own in roots.values() for root in own)
 
     @staticmethod
     def backward(ctx: Any, *heads: Any) -> Any:
-        work, at = {}, 0
+        work, left = {}, iter(heads)
         for i, count in ctx.counts.items():
-            given, at = heads[at:at + count], at + count
+            given = [*islice(left, count)]
             if any(h is not None for h in given):
                 graph = ctx.ready.pop(i)
                 # `retain_graph` is not told to nodes: then the hold lives.
@@ -242,21 +193,38 @@ class _Boundary(torch.autograd.Function):
         _check_attributes(work, len(ctx.counts))
         run = ctx.joint.differentiable_sums if torch.is_grad_enabled() \
             else ctx.joint.sums
-        with ctx.joint.locked():
+        with ctx.joint.lock:
             totals = run(work, ctx.sources)
             if ctx.ended is not None:
                 last = all(hold() is None for hold in ctx.holds.values())
                 ctx.ended(last)
                 if last:
                     ctx.ended = None
-        for source, total in zip(ctx.sources, totals, strict=True):
-            if total is None and source._backward_hooks:
-                _during_pass(source._backward_hooks, lambda hook: lambda g:
-                             None if g is None else hook(g))
-            if total is None and source._post_accumulate_grad_hooks:
-                _during_pass(source._post_accumulate_grad_hooks, partial(
-                    _if_new, *_gradient_of(source)))
-        return None, None, None, None, *totals
+        for source, total in zip(ctx.sources.values(), totals, strict=True):
+            if total is None:
+                _call_hooks_if_reached(source)
+        return None, None, None, None, None, *totals
+
+
+def keep(roots: Sequence[torch.Tensor], graph: DeviceGraph | None = None,
+         ready: dict[int, Any] | None = None, i: int = 0,
+         ended: Ended | None = None
+         ) -> "tuple[Iterator[torch.Tensor], weakref.ref[_Hold]]":
+    """`roots` behind a node that gives, in a backward pass, ``ready[i]`` the
+    value `graph`; and what ends when there can be no other backward pass.
+    `ended` is called behind each."""
+    hold, ready = _Hold(graph), {} if ready is None else ready
+    alive = weakref.ref(hold)
+
+    def unpack(hold: _Hold) -> torch.Tensor:
+        ready[i] = hold
+        return _TOKEN
+    # Autograd alone keeps the hold: once it drops it, nobody asks for this
+    # graph again, and its buffers are freed.
+    with saved_tensors_hooks(lambda _: hold, unpack):
+        return iter(_Keep.apply(
+            ready, i, ended and (lambda: ended(alive() is None)), *roots)
+        ), alive
 
 
 class _Keep(torch.autograd.Function):
@@ -265,14 +233,17 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ready: dict[int, Any], i: int,
-                *roots: torch.Tensor) -> Any:
+                ended: Callable[[], None] | None, *roots: torch.Tensor
+                ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.ready, ctx.i, ctx.spare = ready, i, None
+        ctx.ready, ctx.i, ctx.ended, ctx.spare = ready, i, ended, None
         ctx.save_for_backward(_TOKEN)
         return tuple(root.detach() for root in roots)
 
     @staticmethod
     def backward(ctx: Any, *heads: Any) -> Any:
+        if ctx.ended is not None:
+            _call_afterwards(ctx.ended)
         # A loss of other devices runs this node too, with None, and torch
         # may then release what it has saved.
         unused = all(h is None for h in heads)
@@ -281,50 +252,18 @@ class _Keep(torch.autograd.Function):
                 _ = ctx.saved_tensors       # calls `unpack`
             except RuntimeError:        # torch's own, of a second time
                 if unused:
-                    return None, None, *heads
+                    return None, None, None, *heads
                 raise
             ctx.spare = ctx.ready.pop(ctx.i)
         if not unused:
             ctx.ready[ctx.i], ctx.spare = ctx.spare.graph, None
-        return None, None, *heads
+        return None, None, None, *heads
 
 
 def devices_of(loss: torch.Tensor) -> set[int]:
     """The devices whose outputs a loss depends on, of several."""
     return {node.i for node in nodes([loss])[0]
             if type(node) is _Keep._backward_cls}
-
-
-def told(roots: Sequence[torch.Tensor], ended: Ended
-         ) -> Iterator[torch.Tensor]:
-    """`roots`, which no leaf is among; `ended` is called behind each backward
-    pass of them."""
-    if not roots:
-        return iter(())
-    hold = _Hold(None)
-
-    def pack(_: Any, hold: _Hold = hold) -> _Hold:
-        return hold
-    with saved_tensors_hooks(pack, lambda hold: _TOKEN):
-        return iter(_Telling.apply(ended, weakref.ref(hold), *roots))
-
-
-class _Telling(torch.autograd.Function):
-    """Roots -> the same."""
-
-    @staticmethod
-    def forward(ctx: Any, ended: Ended, hold: "weakref.ref[_Hold]",
-                *roots: torch.Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.ended, ctx.hold = ended, hold
-        ctx.save_for_backward(_TOKEN)
-        return tuple(root.detach() for root in roots)
-
-    @staticmethod
-    def backward(ctx: Any, *heads: Any) -> Any:
-        torch.autograd.Variable._execution_engine.queue_callback(
-            lambda: ctx.ended(ctx.hold() is None))
-        return None, None, *heads
 
 
 class Alias(torch.autograd.Function):
@@ -340,22 +279,32 @@ class Alias(torch.autograd.Function):
         return g
 
 
-def _pairs(graph: DeviceGraph, heads: Any) -> list[tuple[Any, Any]]:
-    return [(root, head) for root, head in zip(graph.roots, heads,
-                                               strict=True)
-            if head is not None]
+def _run(work: Collection[tuple[DeviceGraph, Any, bool]]) -> None:
+    """One backward pass of several graphs."""
+    roots, heads = _reached(
+        [root for graph, *_ in work for root in graph.roots],
+        [head for _, heads, _ in work for head in heads])
+    torch.autograd.backward(roots, heads,
+                            retain_graph=any(keeps for *_, keeps in work))
 
 
-def _plus(total: torch.Tensor | None, g: torch.Tensor | None,
-          source: torch.Tensor) -> torch.Tensor | None:
-    """``total + g``, in new memory: autograd takes the sum as it is, and the
-    gradients of leaves may be views of one another."""
-    if g is None:
-        return total
-    g = strict.moved(g, source)
-    if total is None:
-        return g
-    return g + total if total.is_sparse and not g.is_sparse else total + g
+def _reached(roots: Sequence[torch.Tensor], heads: Sequence[Any]) -> Any:
+    """The roots that have a gradient, and these."""
+    return zip(*[pair for pair in zip(roots, heads, strict=True)
+                 if pair[1] is not None])
+
+
+def _added(parts: Iterable[tuple[int, torch.Tensor | None]], sources: Sources
+           ) -> list[torch.Tensor | None]:
+    """The sum of the parts for each source, in new memory: autograd takes it
+    as it is, and the gradients of leaves may be views of one another."""
+    totals: dict[int, Any] = dict.fromkeys(sources)
+    for key, g in parts:
+        if g is not None and key in totals:
+            total, g = totals[key], strict.moved(g, sources[key])
+            totals[key] = g if total is None else g + total \
+                if total.is_sparse and not g.is_sparse else total + g
+    return list(totals.values())
 
 
 def _check_attributes(work: Mapping[int, tuple[DeviceGraph, Any, bool]],
@@ -375,29 +324,36 @@ def _check_attributes(work: Mapping[int, tuple[DeviceGraph, Any, bool]],
                 "forward.")
 
 
-def _during_pass(hooks: dict[int, Any], change: Callable[[Any], Any]) -> None:
-    """Put ``change(hook)`` in the place of each of `hooks` for the rest of
-    this backward pass: of a node's inputs, torch calls those of a tensor
-    that no gradient has reached too."""
-    before = dict(hooks)
-    hooks.update({key: change(hook) for key, hook in before.items()})
-    during = dict(hooks)
+def _call_hooks_if_reached(x: torch.Tensor) -> None:
+    """For the rest of this backward pass, call the hooks of `x` only if a
+    gradient has reached it: of a node's inputs, torch calls those of others
+    too."""
+    grad = x.grad
+    count = None if grad is None else grad._version
 
-    def restore() -> None:
-        for key, hook in before.items():
-            if hooks.get(key) is during[key]:
-                hooks[key] = hook
-    torch.autograd.Variable._execution_engine.queue_callback(restore)
+    def is_new(_: Any) -> bool:
+        return x.grad is not grad or grad is not None \
+            and grad._version != count
+    for hooks, reached in ((x._backward_hooks, lambda g: g is not None),
+                           (x._post_accumulate_grad_hooks, is_new)):
+        if hooks:
+            before = dict(hooks)
+            during = {key: partial(_call_if, reached, hook)
+                      for key, hook in before.items()}
+            _call_afterwards(partial(_restore, hooks, before, during))
+            hooks.update(during)
 
 
-def _gradient_of(x: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    return x.grad, 0 if x.grad is None else x.grad._version
+def _call_if(reached: Callable[[Any], bool], hook: Any, x: Any) -> Any:
+    return hook(x) if reached(x) else None
 
 
-def _if_new(grad: torch.Tensor | None, version: int, hook: Any) -> Any:
-    """`hook`, which is called if the gradient is not as it was."""
-    def called(x: torch.Tensor) -> None:
-        now, count = _gradient_of(x)
-        if now is not grad or count != version:
-            hook(x)
-    return called
+def _restore(hooks: dict[int, Any], before: dict[int, Any],
+             during: dict[int, Any]) -> None:
+    hooks.update((key, hook) for key, hook in before.items()
+                 if hooks.get(key) is during[key])
+
+
+def _call_afterwards(function: Callable[[], None]) -> None:
+    """At the end of this backward pass."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -1,10 +1,9 @@
 """Compiled networks: `torch.compile` under mgpu's threads and streams."""
 import contextlib
-import inspect
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -154,28 +153,3 @@ def define_mask() -> None:
     def _(x, leading, keep, ticket):
         return torch.empty(mask_shape(x, leading), dtype=x.dtype,
                            device=x.device)
-
-
-def check_compiler(devices: Sequence[Any]) -> None:
-    """RuntimeError where torch cannot compile."""
-    if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
-        raise RuntimeError(
-            "hybridize=True needs a torch whose torch.compile has "
-            f"isolate_recompiles; received {torch.__version__}. Upgrade "
-            "torch, or use hybridize=False.")
-    if any(device.kind == "gpu" for device in devices):
-        from torch.utils._triton import has_triton
-        if not has_triton():
-            raise RuntimeError(
-                "hybridize=True on a GPU needs the compiler Triton; found "
-                "none that works. Install triton, or use hybridize=False.")
-    if any(device.kind == "cpu" for device in devices):
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        try:
-            get_cpp_compiler()
-        except Exception as error:
-            raise RuntimeError(
-                "hybridize=True on a CPU needs a C++ compiler; found none "
-                "that works. Install g++, set the environment variable CXX "
-                "to one before the program starts, or use "
-                "hybridize=False.") from error

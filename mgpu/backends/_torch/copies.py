@@ -7,24 +7,22 @@ share the network's memory, the others are overwritten from it.
 import contextlib
 import copy
 import functools
-import random
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (Callable, Iterable, Iterator, Mapping,
+                             Sequence)
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
 
 from mgpu.backends import containers
 from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Ended, Joint,
-                                           Runner, Running, Sources, told)
+                                           Runner, Sources, keep)
 from mgpu.backends._torch.graph import read
-from mgpu.backends._torch.openmp import threads
-from mgpu.backends._torch.streams import Draws, Queue, watch
+from mgpu.backends._torch.streams import Turns, states, watched
 from mgpu.backends._torch.tree import (TABLES, Contents, Tree, made_more,
                                        plain_network, redirect, version)
 from mgpu.backends._workers import inside_worker
@@ -56,14 +54,17 @@ class _Copy(NamedTuple):
     contents: Contents              # before the pass
     arrays: dict[int, torch.Tensor]     # id of the network's own -> the copy
     stamps: list[tuple[int, int]]   # of these
-    alive: list[Any]
+
+
+#: (id of a module, name) of an attribute
+_Place = tuple[int, str]
 
 
 class _Changes(NamedTuple):
-    """(module, name, value) that a forward pass has set."""
+    """What a forward pass has set."""
 
-    attributes: list[tuple[nn.Module, str, Any]]
-    buffers: list[tuple[nn.Module, str, Any]]
+    attributes: dict[_Place, Any]
+    buffers: dict[_Place, Any]
 
 
 def _stamps(arrays: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
@@ -85,34 +86,37 @@ def on_one_device() -> bool:
             or torch.jit.is_tracing())
 
 
+class Plan(NamedTuple):
+    """How a pass is run.
+
+    Attributes
+    ----------
+    mode : object
+        Passes of one mode draw random numbers alike.
+    together : Runner, optional
+        Runs devices that wait for each other.
+    dresses : bool
+        Whether `Meaning.dress` changes something.
+    compiles : bool
+        Whether compiled code runs.
+    own_statistics : bool
+        Whether each device has running statistics of its own.
+    """
+
+    mode: Any = None
+    together: Runner | None = None
+    dresses: bool = False
+    compiles: bool = False
+    own_statistics: bool = False
+
+
 class Meaning:
     """What a pass on a device has besides the network's own forward. Here:
     nothing; the framework's own meaning."""
 
-    #: the mode of the pass that has begun: those of one mode draw random
-    #: numbers alike
-    mode: Any = None
-    #: in a pass of devices that run at the same time
-    queue: Queue | None = None
-
-    @property
-    def compiles(self) -> bool:
-        """Whether this pass runs compiled code."""
-        return False
-
-    @property
-    def own_statistics(self) -> bool:
-        """Whether each device has running statistics of its own."""
-        return False
-
-    def begin(self, active: Sequence[int], tree: Tree) -> Runner | None:
-        """A pass of these devices begins. Returns how they are run where they
-        wait for each other."""
-        return None
-
-    def dresses(self) -> bool:
-        """Whether `dress` changes something in this pass."""
-        return False
+    def begin(self, active: Sequence[int], tree: Tree) -> Plan:
+        """A pass of these devices begins."""
+        return Plan()
 
     def dress(self, i: int, net: nn.Module, layers: Sequence[nn.Module]
               ) -> None:
@@ -127,7 +131,7 @@ class Meaning:
             Callable[[], bool]]:
         """A block for device `i` while no other device runs; gives a function
         that tells afterwards whether it has drawn random numbers."""
-        return _watched_streams()
+        return watched()
 
     def probing(self, i: int) -> contextlib.AbstractContextManager[Any]:
         """A block for a pass of device `i` that nothing sees."""
@@ -154,24 +158,19 @@ class DeviceCopies:
     def __init__(self, net: nn.Module, devices: Sequence[torch.device],
                  run: Runner, meaning: Meaning | None = None) -> None:
         self.net, self.devices = plain_network(net), list(devices)
-        self._run, self._meaning = run, meaning or Meaning()
-        self._number: int | None = None     # of the device of a `probe`
+        self._meaning = meaning or Meaning()
+        self._run, self._turns = run, Turns(run, self._meaning.turn)
         self._lock = threading.RLock()
         self._arrays: list[dict[int, _Held]] = [{} for _ in devices]
         #: running statistics that are a device's own
         self._own: list[dict[int, _Held]] = [{} for _ in devices]
-        self._attributes: list[dict[tuple[int, str], _Held]] = [
-            {} for _ in devices]
-        self._draws: dict[Any, bool] = {}
-        self._draws_backward: bool | None = None    # not known yet
-        self._compiled = False      # the network of the last pass
-        self._by_chance = False     # which device drew what, in the last pass
+        self._attributes: list[dict[_Place, _Held]] = [{} for _ in devices]
+        self._plan = Plan()
         self._checked: Any = None
         self._tree: Tree | None = None      # of the last pass
-        self._last: list[tuple[list[Any], Running]] = []    # leaves
-        self._joint = Joint(
-            self._backward, any(d.type != "cpu" for d in devices),
-            lambda: self._lock)
+        self._last: list[torch.Tensor] = []     # leaves
+        self._joint = Joint(self._turns.backward, any(
+            d.type != "cpu" for d in devices), self._lock)
 
     def takes_one_device(self) -> bool:
         """Whether the network itself must be called: the caller allows one
@@ -206,17 +205,14 @@ class DeviceCopies:
 
     def probe(self, call: Call, device: int) -> Probed | None:
         """See `mgpu.backends.base.Network.probe`."""
-        spare = DeviceCopies(self.net, [self.devices[0],
-                                        self.devices[device]], self._run,
-                             meaning=self._meaning)
-        spare._number = device
+        spare = DeviceCopies(self.net, self.devices, self._run, self._meaning)
         with self._lock, torch.random.fork_rng(), torch.no_grad(), \
                 self._meaning.probing(device):
-            spare._attributes[1] = {
+            spare._attributes[device] = {
                 key: one._replace(value=_clone(one.value,
                                                self.devices[device], {}))
                 for key, one in self._attributes[device].items()}
-            made = spare._copy(1, self._read(), Sources(), None)
+            made = spare._copy(device, self._read(), {}, None, private=True)
             for module in made.modules.values():
                 for table in ("_forward_hooks", "_forward_pre_hooks"):
                     vars(module)[table] = OrderedDict(
@@ -235,12 +231,12 @@ class DeviceCopies:
         """What a deep copy of the network returns on one device, without
         gradients; None where it draws random numbers or cannot be copied."""
         with torch.random.fork_rng(), torch.no_grad():
-            before = _streams(False)
+            before = states()
             try:
                 output = copy.deepcopy(self.net)(*args, **kwargs)
             except Exception:
                 return None
-            return output if _streams(False) == before else None
+            return output if states() == before else None
 
     # -- copies ---------------------------------------------------------------
 
@@ -284,8 +280,7 @@ class DeviceCopies:
             with torch.autograd._unsafe_preserve_version_counter(
                     tuple(same[0])):
                 torch._foreach_copy_(*same, non_blocking=True)
-        self._meaning.allocated(
-            i if self._number is None else self._number, made)
+        self._meaning.allocated(i, made)
         self._arrays[i] = {**old, **new} if some else new
         return {key: held.value for key, held in new.items()}
 
@@ -313,86 +308,83 @@ class DeviceCopies:
         for own in self._own:
             own.pop(id(x), None)
 
-    def _values(self, i: int, tree: Tree) -> dict[int, torch.Tensor]:
+    def _values(self, i: int, tree: Tree, private: bool
+                ) -> dict[int, torch.Tensor]:
         """Device i's values of the network's arrays, by id."""
-        if i == 0:
+        if not private:
             return {key: x.detach() if x.requires_grad else x
                     for key, x in tree.arrays.items()}
         own = {}
-        if self._meaning.own_statistics:
+        if self._plan.own_statistics:
             own = {key: one.value for key, one in self._own[i].items()
                    if key in tree.arrays
                    and _is_valid(one, tree.arrays[key], None)}
         return {**self._overwrite(i, [x for key, x in tree.arrays.items()
                                       if key not in own]), **own}
 
-    def _copy(self, i: int, tree: Tree, sources: Sources,
-              batch: Batch | None, plain: bool = False) -> _Copy:
-        """`plain`: its arrays are the network's own."""
-        memo: dict[int, Any] = dict(tree.arrays) if plain else {}
-        leaves, originals = {}, {}
-        for key, value in () if plain else self._values(i, tree).items():
-            x = tree.arrays[key]
+    def _copy(self, i: int, tree: Tree, sources: Sources, batch: Batch | None,
+              plain: bool = False, private: bool = False) -> _Copy:
+        """`plain`: its arrays are the network's own. `private`: none of them
+        has the network's memory."""
+        leaves: Sources = {}
+        arrays = dict(tree.arrays) if plain \
+            else self._values(i, tree, private)
+        for key, x in () if plain else tree.arrays.items():
             if isinstance(x, nn.Parameter):
-                value = torch.Tensor._make_subclass(type(x), value,
+                value = torch.Tensor._make_subclass(type(x), arrays[key],
                                                     x.requires_grad)
                 value.__dict__.update(x.__dict__)
+                arrays[key] = value
             elif x.requires_grad:
-                value = value.detach().requires_grad_()
-            memo[key] = value
+                arrays[key] = arrays[key].detach().requires_grad_()
             if x.requires_grad:
-                leaves[sources.index_of(x)] = value
-            if value is not x:
-                originals[id(value)] = x
-        alive = list(memo.values())
-        copies = [object.__new__(type(module)) for module in tree.modules]
-        modules = dict(zip(map(id, tree.modules), copies))
-        memo.update(modules)
-        originals.update(zip(map(id, copies), tree.modules))
+                sources[key], leaves[key] = x, arrays[key]
+        modules = {key: object.__new__(type(module))
+                   for key, module in tree.by_id.items()}
+        memo: dict[int, Any] = {**arrays, **modules}
+        originals = {id(memo[key]): x for key, x in (
+            *tree.arrays.items(), *tree.by_id.items())}
         for module in tree.modules:     # compiled: the module itself
             if type(module).__name__ == "OptimizedModule":
                 memo[id(module)] = memo[id(module._orig_mod)]
-        clones: dict[int, Any] = {}
-        held: dict[tuple[int, str], _Held] = {}
-        spare: dict[tuple[int, str], _Held] = {}
-        more: dict[int, list[str]] = {}     # that forward has set
-        for key, name in self._attributes[i]:
-            more.setdefault(key, []).append(name)
-        for module in tree.modules:
-            own, key = module.__dict__.copy(), id(module)
-            for name in TABLES:
-                own[name] = {name: memo.get(id(x))
-                             for name, x in own[name].items()}
+        for key, module in tree.by_id.items():
+            own = vars(module).copy()
+            for table in TABLES:
+                own[table] = {name: memo.get(id(x))
+                              for name, x in own[table].items()}
             own.pop("_compiled_call_impl", None)
-            for name in dict.fromkeys([
-                    *(tree.values[key] if i else ()), *tree.references[key],
-                    *more.get(key, ())]):
-                if name not in module.__dict__:
-                    continue
-                x, place = module.__dict__[name], (id(module), name)
-                one = self._attributes[i].get(place)
-                if one is not None and one.size is None and tree.shares(x):
-                    one = None      # a view of a parameter, uncounted
-                elif one is not None and not _is_valid(one, x, batch):
-                    if _is_valid(one, x, None):     # of another batch size
-                        spare[place] = one
-                    one = _part(one, x, i, self.devices[i], batch)
-                if one is None and i and name in tree.values[id(module)]:
-                    one = _Held(x, version(x), _clone(x, self.devices[i],
-                                                      clones))
-                if one is not None:
-                    held[place], x = one, one.value
-                x = containers.replace(x, is_tensor, functools.partial(
-                    _entered, sources, leaves, memo))
-                own[name] = redirect(x, memo)
             object.__setattr__(modules[key], "__dict__", own)
-        self._meaning.dress(i if self._number is None else self._number,
-                            copies[0], copies[:len(tree.paths)])
-        self._attributes[i] = {**held, **spare}
-        arrays = {} if plain else {key: memo[key] for key in tree.arrays}
-        return _Copy(
-            copies[0], leaves, originals, modules,
-            Contents(copies), arrays, _stamps(arrays.values()), alive)
+        clones: dict[int, Any] = {}
+        held: dict[_Place, _Held] = {}
+        mutable = tree.values if private else {}
+        for place in {**tree.references, **mutable, **self._attributes[i]}:
+            key, name = place
+            if key not in modules or name not in vars(modules[key]):
+                continue
+            x = vars(modules[key])[name]
+            one = known = self._attributes[i].get(place)
+            if one is not None and one.size is None and tree.shares(x):
+                one = None      # a view of a parameter, uncounted
+            elif one is not None and not _is_valid(one, x, batch):
+                one = _part(one, x, i, self.devices[i], batch)
+            if one is None and place in mutable:
+                one = _Held(x, version(x), _clone(x, self.devices[i], clones))
+            if known is not None and known.size and _is_valid(known, x, None):
+                held[place] = known     # perhaps of another batch size
+            elif one is not None:
+                held[place] = one
+            if one is not None:
+                x = one.value
+            if not plain:
+                x = containers.replace(x, is_tensor, functools.partial(
+                    _entered, sources, leaves))
+            vars(modules[key])[name] = redirect(x, memo)
+        copies = list(modules.values())
+        self._meaning.dress(i, copies[0], copies[:len(tree.paths)])
+        self._attributes[i] = held
+        return _Copy(copies[0], leaves, originals, modules, Contents(copies),
+                     {} if plain else arrays,
+                     [] if plain else _stamps(arrays.values()))
 
     # -- what forward sets ----------------------------------------------------
 
@@ -409,50 +401,43 @@ class DeviceCopies:
                     "nn.Embedding(max_norm=) does: each device would write "
                     "for its own examples. Write to it outside of forward.")
 
-    def _commit(self, changes: dict[int, _Changes], batch: Batch) -> None:
+    def _commit(self, tree: Tree, changes: dict[int, _Changes], batch: Batch
+                ) -> None:
         """Set what forward has set: attributes joined like outputs, else
         device 0's. Each device goes on with its own."""
-        own = {i: {(id(module), name): x for module, name, x in c.attributes}
-               for i, c in changes.items()}
         first = min(changes)
-        for module, name, x in changes[first].attributes:
-            place = id(module), name
-            values = [found.get(place, _MISSING) for found in own.values()]
-            shown, size = x, None
-            if not any(v is _MISSING for v in values) \
-                    and len(self.devices) > 1 \
-                    and containers.arrays_in(x, is_tensor):
+        places = {place: None for i in changes
+                  for place in changes[i].attributes}
+        for place in places:
+            module, name = tree.by_id[place[0]], place[1]
+            values = {i: c.attributes[place] for i, c in changes.items()
+                      if place in c.attributes}
+            shown, size = values.get(first), None
+            if len(values) == len(changes) and len(self.devices) > 1 \
+                    and not any(x is _MISSING for x in values.values()) \
+                    and containers.arrays_in(shown, is_tensor):
                 with contextlib.suppress(ValueError):
                     shown = batch.join(
-                        values, f"{type(module).__name__}.{name}", place)
+                        list(values.values()),
+                        f"{type(module).__name__}.{name}", place)
                     size = batch.bounds[-1][1]
-            if x is _MISSING:
-                module.__dict__.pop(name, None)
-            else:
-                module.__dict__[name] = shown
-            if size is not None:
-                self._attributes[first][place] = _Held(shown, 0, x, size)
-            for i in own:
-                if i and place in own[i] and own[i][place] is not _MISSING \
-                        and (i != first or size is None):
+            if shown is _MISSING:
+                vars(module).pop(name, None)
+            elif first in values:
+                vars(module)[name] = shown
+            for i, x in values.items():
+                if x is not _MISSING and (i or size is not None):
                     self._attributes[i][place] = _Held(
-                        module.__dict__.get(name), 0, own[i][place], size)
-        for module, name, x in changes[first].buffers:
-            vars(module)["_buffers"][name] = x
-        for i, c in changes.items():    # what the first has not set
-            for module, name, x in c.attributes:
-                if i and x is not _MISSING and (id(module), name) \
-                        not in own[first]:
-                    self._attributes[i][id(module), name] = _Held(
-                        module.__dict__.get(name), 0, x)
-        for i in range(1, len(self._attributes)):   # without examples
-            if i not in changes:
-                self._attributes[i] = {
-                    key: one for key, one in self._attributes[i].items()
-                    if one.version == version(one.original)}
-        for held in self._attributes:   # written in place on device 0
-            for key, one in held.items():
-                held[key] = one._replace(version=version(one.original))
+                        vars(module).get(name), 0, x, size)
+        for (key, name), x in changes[first].buffers.items():
+            tree.by_id[key]._buffers[name] = x
+        for i, held in enumerate(self._attributes):
+            for place, one in list(held.items()):
+                now = version(one.original)
+                if i and i not in changes and one.version != now:
+                    del held[place]     # without examples
+                else:       # written in place on device 0
+                    held[place] = one._replace(version=now)
 
     def _commit_buffers(self, tree: Tree, copies: dict[int, _Copy]) -> None:
         """Buffers that the first device has written are the network's."""
@@ -461,7 +446,7 @@ class DeviceCopies:
             values = copies[first].arrays.values()
             # torch's batch norm writes to them without counting it.
             uncounted = {id(x) for x in tree.statistics
-                         if self._meaning.own_statistics}
+                         if self._plan.own_statistics}
             for x, value, old, new in zip(
                     tree.arrays.values(), values, copies[first].stamps,
                     _stamps(values), strict=True):
@@ -469,7 +454,7 @@ class DeviceCopies:
                         and value.shape == x.shape \
                         and not isinstance(x, nn.Parameter):
                     x.copy_(value)
-        if not self._meaning.own_statistics:
+        if not self._plan.own_statistics:
             return
         for i in range(1, len(self.devices)):
             for x in tree.statistics:
@@ -489,152 +474,61 @@ class DeviceCopies:
             and not torch.is_inference_mode_enabled()
         plain = active == [0]       # no boundary: the network's own leaves
         tree, sources = self._read(), Sources()
-        together = self._meaning.begin(active, tree)
-        key = tree.key, self._meaning.mode
-        self._compiled = tree.compiled or self._meaning.compiles
+        plan = self._plan = self._meaning.begin(active, tree)
+        compiled, together = tree.compiled or plan.compiles, plan.together
+        forward = functools.partial(self._turns.forward, (
+            tree.key, plan.mode), compiled, together)
         if len(self.devices) == 1 and together is None \
-                and not tree.compiled and not self._meaning.dresses():
+                and not tree.compiled and not plan.dresses:
             (args, kwargs), sizes = calls[0], tree.sizes()
-            results = self._forward({0: functools.partial(
-                self._meaning.call, 0, self.net, args, kwargs)}, key)
+            results = forward({0: functools.partial(
+                self._meaning.call, 0, self.net, args, kwargs)})
             if tree.sizes() != sizes:
                 raise made_more(self.net)
             return dict(enumerate(results))
         with torch.inference_mode(False), torch.no_grad():
-            copies = {i: self._copy(i, tree, sources, batch, plain=plain)
+            copies = {i: self._copy(i, tree, sources, batch, plain, i > 0)
                       for i in active}
         if recorded and not plain:
             for i in active:
                 calls[i] = containers.replace(
                     calls[i], is_tensor, functools.partial(
-                        _entered, sources, copies[i].leaves, {}))
-
-        def forward(i: int) -> Any:
-            args, kwargs = calls[i]
-            return self._meaning.call(i, copies[i].net, args, kwargs)
-        thunks = {i: functools.partial(forward, i) for i in active}
-        results = self._forward(thunks, key, together)
-        outputs = dict(zip(active, results, strict=True))
+                        _entered, sources, copies[i].leaves))
+        outputs = dict(zip(active, forward({i: functools.partial(
+            self._meaning.call, i, copies[i].net, *calls[i])
+            for i in active}), strict=True))
         for made in copies.values():
             self._check_parameters(tree, made)
         changes = {i: _changes(tree, copies[i]) for i in active}
-        if recorded:
-            ended = functools.partial(self._ended, tree, copies, batch,
-                                      self._compiled)
-            if plain:
-                outputs[0] = _told(outputs[0], ended)
-            else:
-                self._join(tree, sources, copies, outputs, changes,
-                           together is not None, ended)
-        self._commit(changes, batch)
+        ended = functools.partial(self._ended, tree, copies, batch, compiled)
+        if recorded and plain:
+            outputs[0] = _kept(outputs[0], ended)
+        elif recorded:
+            self._join(tree, sources, copies, outputs, changes,
+                       together is not None, ended)
+        self._commit(tree, changes, batch)
         with torch.inference_mode(False), torch.no_grad():
             self._commit_buffers(tree, copies)
         return outputs
-
-    def _forward(self, thunks: dict[int, Any], key: Any,
-                 together: Runner | None = None) -> list[Any]:
-        """At the same time, unless the devices draw from one stream: then in
-        turn, as the first pass of each structure and mode, which tells."""
-        self._by_chance = False
-        if self._draws.get(key) is False:
-            before = _streams(together is not None)
-            queue = self._meaning.queue = Queue()
-            try:
-                results = (together or self._run)([
-                    functools.partial(queue.call, i, thunk)
-                    for i, thunk in thunks.items()])
-            finally:
-                self._meaning.queue = None
-            self._by_chance = _streams(together is not None) != before
-            if self._by_chance or queue.used:
-                self._draws[key] = True     # from now on in turn
-            return results
-        if len(self._draws) > 16:
-            self._draws.clear()
-        results, self._draws[key] = self._in_turn(
-            list(thunks), list(thunks.values()), self._draws.get(key, False),
-            together)
-        return results
-
-    def _in_turn(self, devices: Sequence[int], thunks: Sequence[Any],
-                 known: bool, together: Runner | None = None
-                 ) -> tuple[list[Any], bool]:
-        """The results of the devices' thunks, and whether one of them has
-        drawn, or it is `known`. Those that run `together` wait
-        for each other in between."""
-        caches = {i: _Cache() for i in devices}     # which threads share
-        looking = contextlib.nullcontext \
-            if known or together or self._compiled else Draws
-        drawn = []
-
-        @contextlib.contextmanager
-        def turn(i: int) -> Iterator[None]:
-            parametrize._cache = caches[i]
-            with self._meaning.turn(i) as drew, looking() as draws:
-                yield
-            # A forward that seeds the stream may leave it as it was.
-            drawn.append(drew() or draws is not None and draws.found)
-        try:
-            if together is not None:
-                results = together(thunks, lambda n: turn(devices[n]))
-            else:
-                results = []
-                # As many as in passes at the same time: the same sums, to
-                # the bit.
-                with threads(self._run([torch.get_num_threads]
-                                       * len(thunks))[0]):
-                    for i, thunk in zip(devices, thunks, strict=True):
-                        with turn(i):
-                            results.append(thunk())
-        finally:
-            parametrize._cache = {}
-        return results, known or any(drawn) or any(
-            cache.used for cache in caches.values())
-
-    def _backward(self, devices: Sequence[int], thunks: Sequence[Any]
-                  ) -> list[Any]:
-        if self._draws_backward is not False or any(self._draws.values()):
-            # In turn, as the first one, which tells.
-            with Draws() if self._by_chance else contextlib.nullcontext() \
-                    as draws:
-                results, self._draws_backward = self._in_turn(
-                    devices, thunks, bool(self._draws_backward))
-            if draws is not None and draws.found:
-                raise RuntimeError(
-                    "the backward pass draws random numbers, as a checkpoint "
-                    "does that computes a forward pass again; but that pass "
-                    "was the first to draw from torch's default stream, and "
-                    "which device drew which numbers was chance. Repeat the "
-                    "step: from now on the devices take turns.")
-            return results
-        # Checkpoints set the default stream, and put it back: in K threads.
-        state = torch.get_rng_state()
-        results = self._run(thunks)
-        torch.set_rng_state(state)
-        return results
 
     def _join(self, tree: Tree, sources: Sources, copies: dict[int, _Copy],
               outputs: dict[int, Any], changes: dict[int, _Changes],
               connected: bool, ended: Ended) -> None:
         """Connect outputs and attributes with the network's own tensors."""
         graphs = {i: DeviceGraph(copies[i].leaves, *_roots(
-            output, changes[i]), connected) for i, output in outputs.items()}
+            tree, output, changes[i]), connected)
+            for i, output in outputs.items()}
         if self._checked != tree.key:
             self._check_references(graphs, tree)
-        inputs = list(sources)
-        if not all(isinstance(x, nn.Parameter) for x in inputs):
-            inputs = _reached(graphs, inputs)
-        self._last = [(list(graph.leaves.values()), graph.running)
-                      for graph in graphs.values()]
-        joined = self._joint.connect(graphs, inputs, ended)
+        self._last = [leaf for graph in graphs.values()
+                      for leaf in graph.leaves.values()]
+        joined = self._joint.connect(graphs, _reached(graphs, sources), ended)
         for i in outputs:
-            def take(x: torch.Tensor, i: int = i) -> torch.Tensor:
-                return next(joined[i]) if x.requires_grad else x
+            take = functools.partial(_next_of, joined[i])
             outputs[i] = containers.replace(outputs[i], is_tensor, take)
-            changes[i] = _Changes(
-                [(module, name, containers.replace(x, is_tensor, take))
-                 for module, name, x in changes[i].attributes],
-                changes[i].buffers)
+            for place, x in changes[i].attributes.items():
+                changes[i].attributes[place] = containers.replace(
+                    x, is_tensor, take)
 
     def _ended(self, tree: Tree, copies: dict[int, _Copy], batch: Batch,
                compiled: bool, last: bool) -> None:
@@ -642,18 +536,18 @@ class DeviceCopies:
         After the `last` one the copies stand for the network itself, but for
         `compiled` ones, which are used again."""
         if not all(made.contents.are_same() for made in copies.values()):
-            self._commit({i: _changes(tree, made)
-                          for i, made in copies.items()}, batch)
-        for module in tree.modules if last and not compiled else ():
-            for made in copies.values():
-                object.__setattr__(made.modules[id(module)], "__dict__",
+            self._commit(tree, {i: _changes(tree, made)
+                                for i, made in copies.items()}, batch)
+        for made in copies.values() if last and not compiled else ():
+            for key, module in tree.by_id.items():
+                object.__setattr__(made.modules[key], "__dict__",
                                    vars(module))
 
     # -- checks ---------------------------------------------------------------
 
     def _check_last(self) -> None:
-        if any(leaf.grad is not None for leaves, running in self._last
-               if not running.now for leaf in leaves):
+        if not self._joint.running \
+                and any(leaf.grad is not None for leaf in self._last):
             self._last = []
             raise RuntimeError(
                 "a loss of the last pass used a tensor that forward left in "
@@ -672,26 +566,6 @@ class DeviceCopies:
                     f"{last}, through a global variable or an object. Use it "
                     "as an attribute of the module.")
         self._checked = tree.key
-
-
-class _Cache(dict[Any, Any]):
-    """Tells whether forward has put something into it."""
-
-    used = False
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.used = True
-        super().__setitem__(key, value)
-
-
-@contextlib.contextmanager
-def _watched_streams() -> Iterator[Callable[[], bool]]:
-    before = _streams(True)
-    watch.turn(True)
-    try:
-        yield lambda: _streams(True) != before
-    finally:
-        watch.turn(False)
 
 
 def _module_of(hook: Any) -> str:
@@ -724,29 +598,27 @@ def _recorded(x: Any) -> list[torch.Tensor]:
     return [t for t in containers.arrays_in(x, is_tensor) if t.requires_grad]
 
 
-def _entered(sources: Sources, leaves: dict[int, torch.Tensor],
-             known: dict[int, Any], x: torch.Tensor) -> torch.Tensor:
+def _entered(sources: Sources, leaves: Sources, x: torch.Tensor
+             ) -> torch.Tensor:
     """A device's leaf for an input or attribute that requires a gradient."""
-    if not x.requires_grad or id(x) in known:
-        return x
-    leaf = leaves[sources.index_of(x)] = x.detach().requires_grad_()
+    if not x.requires_grad or id(x) in leaves:
+        return leaves.get(id(x), x)
+    sources[id(x)] = x
+    leaf = leaves[id(x)] = x.detach().requires_grad_()
     return leaf if x.is_leaf or not torch.is_grad_enabled() \
         else Alias.apply(leaf)
 
 
-def _reached(graphs: dict[int, DeviceGraph], sources: list[torch.Tensor]
-             ) -> list[torch.Tensor]:
+def _reached(graphs: dict[int, DeviceGraph], sources: Sources) -> Sources:
     """`sources` without the inputs and attributes that no root depends on:
     a backward pass would run the graphs that they come from."""
-    found = {i: set(map(id, read(graph.roots)[0]))
-             for i, graph in graphs.items()}
-    kept = [n for n, x in enumerate(sources) if isinstance(x, nn.Parameter)
-            or any(n in graph.leaves and id(graph.leaves[n]) in found[i]
-                   for i, graph in graphs.items())]
-    for graph in graphs.values():
-        graph.leaves = {new: graph.leaves[n] for new, n in enumerate(kept)
-                        if n in graph.leaves}
-    return [sources[n] for n in kept]
+    if all(isinstance(x, nn.Parameter) for x in sources.values()):
+        return sources
+    found = {id(x) for graph in graphs.values() for x in read(graph.roots)[0]}
+    return {key: x for key, x in sources.items()
+            if isinstance(x, nn.Parameter) or any(
+                id(graph.leaves.get(key)) in found
+                for graph in graphs.values())}
 
 
 def _clone(x: Any, device: torch.device, memo: dict[int, Any]) -> Any:
@@ -770,52 +642,46 @@ def _clone(x: Any, device: torch.device, memo: dict[int, Any]) -> Any:
 
 def _changes(tree: Tree, copy: _Copy) -> _Changes:
     """What has been set in `copy` since the last call."""
-    found = _Changes([], [])
+    found = _Changes({}, {})
     if copy.contents.are_same():
         return found
-    for module, (before, _, buffers, _) in zip(
-            tree.modules, copy.contents.before(), strict=True):
-        after = copy.modules[id(module)].__dict__
+    for (key, module), (before, _, buffers, _) in zip(
+            tree.by_id.items(), copy.contents.before(), strict=True):
+        after = vars(copy.modules[key])
         if any(len(after[name]) != len(vars(module)[name])
                for name in ("_modules", "_parameters")):
             raise made_more(module)
-        found.attributes.extend(
-            (module, name, redirect(x, copy.originals))
-            for name, x in after.items()
-            if before.get(name, _MISSING) is not x)
-        found.attributes.extend((module, name, _MISSING)
-                                for name in before if name not in after)
-        found.buffers.extend(
-            (module, name, x) for name, x in after["_buffers"].items()
-            if buffers.get(name, _MISSING) is not x)
+        for own, old, new in ((found.attributes, before, after),
+                              (found.buffers, buffers, after["_buffers"])):
+            own.update({(key, name): redirect(x, copy.originals)
+                        for name, x in new.items()
+                        if old.get(name, _MISSING) is not x})
+        found.attributes.update({(key, name): _MISSING for name in before
+                                 if name not in after})
     copy.contents.read()
     return found
 
 
-def _roots(output: Any, changes: _Changes
+def _roots(tree: Tree, output: Any, changes: _Changes
            ) -> tuple[list[torch.Tensor], list[str | None]]:
     """The tensors of a pass that require a gradient; the names of those in
     attributes."""
     roots = _recorded(output)
     names: list[str | None] = [None] * len(roots)
-    for module, name, x in changes.attributes:
+    for (key, name), x in changes.attributes.items():
         more = _recorded(x)
         roots += more
-        names += [f"{type(module).__name__}.{name}"] * len(more)
+        names += [f"{type(tree.by_id[key]).__name__}.{name}"] * len(more)
     return roots, names
 
 
-def _told(output: Any, ended: Ended) -> Any:
+def _next_of(joined: Iterator[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return next(joined) if x.requires_grad else x
+
+
+def _kept(output: Any, ended: Ended) -> Any:
     """`output`; `ended` is called behind each backward pass of it."""
-    found = told([x for x in _recorded(output) if not x.is_leaf], ended)
+    roots = [x for x in _recorded(output) if not x.is_leaf]
+    found = keep(roots, ended=ended)[0] if roots else iter(())
     return containers.replace(
         output, is_tensor, lambda x: x if x.is_leaf else next(found))
-
-
-def _streams(others: bool) -> tuple[Any, ...]:
-    """The states of torch's default stream, and of Python's and NumPy's."""
-    own = torch.get_rng_state().numpy().tobytes()
-    if not others:
-        return (own,)
-    numpy: Any = np.random.get_state()
-    return own, random.getstate(), numpy[2]

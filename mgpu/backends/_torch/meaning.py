@@ -23,16 +23,15 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              dropout_forward,
                                              gluon_batch_norm, masked_forward,
                                              takes_masks)
-from mgpu.backends._torch.boundary import Runner
 from mgpu.backends._torch.compiled import (TICKET, Compiled, Ticket,
                                            define_mask)
-from mgpu.backends._torch.copies import Meaning
+from mgpu.backends._torch.copies import Meaning, Plan
 from mgpu.backends._torch.float32 import AsMXNet
 from mgpu.backends._torch.graph import recomputing
 from mgpu.backends._torch.layers import Between, in_place_of, is_open
 from mgpu.backends._torch.modes import saving
 from mgpu.backends._torch.ops import dtype_of
-from mgpu.backends._torch.streams import standing_in
+from mgpu.backends._torch.streams import standing_in, take_turn
 from mgpu.backends._torch.tree import Tree
 
 if TYPE_CHECKING:
@@ -52,16 +51,14 @@ class GluonMeaning(Meaning):
     def __init__(self, network: "TorchNetwork", devices: Sequence[Any]
                  ) -> None:
         self._network, self._devices = network, list(devices)
-        self._handles = [network.backend.handle(d) for d in devices]
-        #: the training flag of each module; None: as its parent's own
-        #: ``train`` says
-        self._modes: list[bool | None] = []
-        #: what the modes depend on
-        self._planned: tuple[Any, bool] = None, False
+        self._training = False      # of the pass that has begun
+        self._switches = False      # whether the network is in the other mode
         self._paths: list[str] = []
         #: numbers of the layers that `_forward` may replace
         self._replaced: list[int] = []
-        self._changed = False       # whether they train, or modes change
+        #: what these depend on, and whether they train, or modes change
+        self._planned: tuple[Any, bool] = None, False
+        self._changed = False
         self._between: dict[int, Between] = {}
         self._passes: dict[int, _Pass] = {}
         self._compiled = Compiled(network.backend.threads)
@@ -71,48 +68,40 @@ class GluonMeaning(Meaning):
         #: of the compiled pass; None: layers run one by one
         self._key: Any = None
 
-    @property
-    def own_statistics(self) -> bool:
-        backend = self._network.backend
-        return backend.is_training() and backend.is_recording() \
-            and self._network.normalise is None
-
-    @property
-    def compiles(self) -> bool:
-        return self._key is not None
-
-    def begin(self, active: Sequence[int], tree: Tree) -> Runner | None:
+    def begin(self, active: Sequence[int], tree: Tree) -> Plan:
         network = self._network
         training = network.backend.is_training()
         if self._planned != (weakref.ref(tree), training):
             self._plan(tree, training)
         self._between, self._passes = {}, {}
-        self._key = None
+        self._key, self._refreshed = None, False
         if network.options.hybridize and not network.by_layer \
                 and not strict.on():
             define_mask()
-            self._key = (*network.net.modules(), *self._modes,
+            self._key = (*network.net.modules(), tree.key, training,
                          network.own_arithmetic, *(
                 hook for m in network.net.modules() for table in (
                     m._forward_hooks, m._forward_pre_hooks)
                 for hook in table.values()))
-        self._refreshed = False
-        return network.runner
+        compiles = self._key is not None
+        return Plan(
+            training, network.runner, self._changed or compiles
+            or network.seen is not None, compiles, training
+            and network.backend.is_recording() and network.normalise is None)
 
     def _plan(self, tree: Tree, training: bool) -> None:
-        self._modes = modes = _modes(self._network.net, training)
-        self.mode, self._paths = (*modes, training), tree.paths
-        layers = tree.modules[:len(modes)]
+        self._training, self._paths = training, tree.paths
+        layers = tree.modules[:len(tree.paths)]
+        # One in eval mode under a network in training mode is frozen.
+        self._switches = layers[0].training != training
+        if not training and not self._switches:
+            _check_predicting(self._network.net)
         self._replaced = [
             n for n, layer in enumerate(layers)
             if isinstance(layer, BATCH_NORMS) or takes_masks(layer)]
-        self._changed = modes != [layer.training for layer in layers] \
-            or any(modes[n] for n in self._replaced)
+        self._changed = self._switches or any(
+            layers[n].training for n in self._replaced)
         self._planned = weakref.ref(tree), training
-
-    def dresses(self) -> bool:
-        return self._changed or self._network.seen is not None \
-            or self._key is not None
 
     @contextlib.contextmanager
     def probing(self, i: int) -> Iterator[None]:
@@ -131,19 +120,17 @@ class GluonMeaning(Meaning):
     def dress(self, i: int, net: nn.Module, layers: Sequence[nn.Module]
               ) -> None:
         network = self._network
-        if self._changed:
-            _set_modes(net, layers, self._modes)
-        here = self._passes[i] = _Pass(network, self._devices[i],
-                                       lambda: self._take_turn(i))
+        if self._switches:
+            net.train(self._training)
+        here = self._passes[i] = _Pass(network, self._devices[i])
         if network.seen is not None and not self._probing:
             between = self._between[i] = Between(network.seen, i,
                                                  network.functions)
             for path, layer in innermost(net):
                 for table in ("_forward_pre_hooks", "_forward_hooks"):
                     vars(layer)[table] = vars(layer)[table].copy()
-                for _ in watch_layer(layer, path, i, between, network.seen):
-                    pass
-        for n in self._replaced if True in self._modes else ():
+                watch_layer(layer, path, i, between, network.seen)
+        for n in self._replaced:
             layer = layers[n]
             forward = self._forward(net, layer, self._paths[n], i, here) \
                 if layer.training and "forward" not in vars(layer) else None
@@ -181,7 +168,9 @@ class GluonMeaning(Meaning):
         if options.channels_last:
             args = tuple(map(channels_last, args))
             kwargs = {name: channels_last(x) for name, x in kwargs.items()}
-        with self._around(i):
+        with contextlib.ExitStack() as stack:
+            for block in self._around(i):
+                stack.enter_context(block)
             if i in self._passes:
                 self._passes[i].begins()
             try:
@@ -194,7 +183,8 @@ class GluonMeaning(Meaning):
         return output if options.autocast is None \
             else widened(options, output)
 
-    def _around(self, i: int) -> contextlib.AbstractContextManager[Any]:
+    def _around(self, i: int
+                ) -> list[contextlib.AbstractContextManager[Any]]:
         network = self._network
         options, blocks = network.options, []
         if network.float32.names or network.float32.watched:
@@ -204,14 +194,11 @@ class GluonMeaning(Meaning):
         if network.normalise is not None:
             blocks.append(NoFunctionalBatchNorm())
         if options.autocast is not None:
-            blocks.append(autocast(self._handles[i], options))
+            blocks.append(autocast(network.backend.handle(
+                self._devices[i]), options))
         if torch.is_grad_enabled() and not network.backend.is_recording():
             blocks.append(torch.no_grad())
-        return _inside(blocks) if blocks else contextlib.nullcontext()
-
-    def _take_turn(self, i: int) -> None:
-        if self.queue is not None:
-            self.queue.take_turn(i)
+        return blocks
 
     def turn(self, i: int) -> contextlib.AbstractContextManager[
             Callable[[], bool]]:
@@ -219,22 +206,11 @@ class GluonMeaning(Meaning):
             self._devices[i], "functional"))
 
 
-@contextlib.contextmanager
-def _inside(blocks: Sequence[contextlib.AbstractContextManager[Any]]
-            ) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for block in blocks:
-            stack.enter_context(block)
-        yield
-
-
 class _Pass:
     """One pass of one device, and what a backward pass computes again."""
 
-    def __init__(self, network: "TorchNetwork", device: Any,
-                 take_turn: Callable[[], None]) -> None:
+    def __init__(self, network: "TorchNetwork", device: Any) -> None:
         self._network, self._device = network, device
-        self._take_turn = take_turn
         self.masks: dict[int, Any] = {}
         self._joint = network.normalise is not None
         self._state: Any = None
@@ -251,7 +227,7 @@ class _Pass:
         if not network.backend.is_recording() or self._joint \
                 or (saving(), torch.is_grad_enabled()) == self._state:
             return network.backend.generator(self._device)
-        self._take_turn()
+        take_turn()
         return None
 
     def keeps_statistics(self) -> bool:
@@ -273,31 +249,6 @@ class _Pass:
         return True
 
 
-# -- training flags -----------------------------------------------------------
-
-def switches(net: nn.Module) -> list[nn.Module]:
-    """The modules whose ``train`` the user has written, without those inside
-    of them."""
-    own = [m for m in net.modules() if getattr(
-        m.train, "__func__", None) is not nn.Module.train]
-    inside = {id(inner) for m in own for inner in m.modules()
-              if inner is not m}
-    return [m for m in own if id(m) not in inside]
-
-
-def _modes(net: nn.Module, training: bool) -> list[bool | None]:
-    """The training flag that each module is to have. One in eval mode under a
-    network in training mode is frozen."""
-    flags: list[bool | None] = [m.training for m in net.modules()]
-    if not training and not flags[0] and True in flags:
-        _check_predicting(net)
-    elif not (training and flags[0]):
-        inside = {id(inner) for m in switches(net) for inner in m.modules()
-                  if inner is not m}
-        return [None if id(m) in inside else training for m in net.modules()]
-    return flags
-
-
 def _check_predicting(net: nn.Module) -> None:
     """Refuse layers in training mode, in a network that predicts, whose
     numbers would depend on the rows of each device."""
@@ -310,19 +261,6 @@ def _check_predicting(net: nn.Module) -> None:
             f"prediction; received {found} in training mode, in a network in "
             "eval mode. Call .eval() on them; or, to move their statistics, "
             "call replicas.net itself.")
-
-
-def _set_modes(net: nn.Module, layers: Sequence[nn.Module],
-               modes: Sequence[bool | None]) -> None:
-    """Set the flags of copies."""
-    places = {id(m): n for n, m in enumerate(layers)}
-    for module in switches(net):    # the user may change more than flags
-        mode = modes[places[id(module)]]
-        if mode is not None and module.training is not mode:
-            module.train(mode)
-    for module, mode in zip(layers, modes, strict=True):
-        if mode is not None and module.training is not mode:
-            vars(module)["training"] = mode
 
 
 # -- single layers ------------------------------------------------------------
@@ -341,8 +279,8 @@ def innermost(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def watch_layer(module: nn.Module, path: str, index: int, between: Between,
-                seen: base.LayerCallback) -> Iterator[Any]:
-    """Let `seen` be called after each call of an innermost layer; yields
+                seen: base.LayerCallback) -> list[Any]:
+    """Let `seen` be called after each call of an innermost layer; returns
     handles."""
     given: list[Any] = []
     closed = not is_open(module)
@@ -358,8 +296,8 @@ def watch_layer(module: nn.Module, path: str, index: int, between: Between,
         between.after = path
         put = None if recomputing() else seen(path, given[0], outputs, index)
         return None if put is None else in_place_of(outputs, put)
-    yield module.register_forward_pre_hook(begins)
-    yield module.register_forward_hook(told)
+    return [module.register_forward_pre_hook(begins),
+            module.register_forward_hook(told)]
 
 
 def _cloned(x: Any) -> Any:

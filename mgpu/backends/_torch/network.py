@@ -17,14 +17,13 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              check_joined, computes_itself,
                                              is_gluons_dropout,
                                              masked_forward, takes_masks)
-from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.copies import DeviceCopies
 from mgpu.backends._torch.float32 import AsMXNet
 from mgpu.backends._torch.gluonize import has_fixed_statistics
 from mgpu.backends._torch.graph import recomputing
 from mgpu.backends._torch.layers import Between, describe
 from mgpu.backends._torch.meaning import (GluonMeaning, autocast,
-                                          channels_last, innermost, switches,
+                                          channels_last, innermost,
                                           watch_layer)
 from mgpu.backends._torch.names import (NORMS, arrays_of, joined, kind_of,
                                         suffix_of, walk)
@@ -251,7 +250,6 @@ class TorchNetwork(base.Network):
                     "is a number; received momentum=None, whose factor "
                     f"changes in every step, in {cumulative}. Give the "
                     "layers a momentum, or use hybridize=False.")
-            check_compiler(devices)
         self.options = options
 
     def hybridize(self, active, devices) -> None:
@@ -281,8 +279,7 @@ class TorchNetwork(base.Network):
                 self.backend.attach_grad(array, request)
         if all(m.training for m in self.net.modules()):
             # As net.train() at the begin of a script: it may freeze layers.
-            for module in switches(self.net):
-                module.train(True)
+            self.net.train()
         meaning = GluonMeaning(self, devices)
         meaning.allocated(0, arrays_of(self.net))
         self._owners = [(getattr(m, of), name)

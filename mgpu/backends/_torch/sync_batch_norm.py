@@ -1,7 +1,7 @@
 """Batch norm in training with the statistics of all devices' examples, in
 torch's arithmetic."""
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -13,7 +13,7 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS,
                                              check_joined, computes_itself,
                                              moves_statistics)
 from mgpu.backends._torch.boundary import Runner
-from mgpu.backends._torch.copies import Meaning
+from mgpu.backends._torch.copies import Meaning, Plan
 from mgpu.backends._torch.tree import Tree
 
 #: mean(index, layer, count, sums, like): the sums of all devices divided by
@@ -38,16 +38,12 @@ class Synchronized(Meaning):
         self._net, self._begin = net, begin
         self._mean: Mean | None = None
 
-    def begin(self, active: Sequence[int], tree: Tree) -> Runner | None:
-        self._mean = None
-        if not self._net.training:
-            return None
-        rule, run = self._begin(active)
-        self._mean = rule.mean
-        return run
-
-    def dresses(self) -> bool:
-        return self._mean is not None
+    def begin(self, active: Sequence[int], tree: Tree) -> Plan:
+        self._mean, run = None, None
+        if self._net.training:
+            rule, run = self._begin(active)
+            self._mean = rule.mean
+        return Plan(None, run, run is not None)
 
     @contextlib.contextmanager
     def probing(self, i: int) -> Iterator[None]:
@@ -108,8 +104,16 @@ def _forward(layer: Any, index: int, name: str, mean: Mean
         centred = x - centre
         variance, _ = mean(index, name, size,
                            (centred * centred).sum(axes, keepdim=True), x)
-        _move(layer, {"running_mean": centre, "running_var":
-                      variance * (count / (count - 1))})
+        with torch.no_grad():       # as torch does; the variance is unbiased
+            if layer.num_batches_tracked is not None \
+                    and layer.track_running_stats:
+                layer.num_batches_tracked.add_(1)
+            if moves_statistics(layer):
+                share = layer.momentum if layer.momentum is not None \
+                    else 1 / float(layer.num_batches_tracked)
+                layer.running_mean.lerp_(centre.reshape(-1), share)
+                layer.running_var.lerp_(
+                    (variance * (count / (count - 1))).reshape(-1), share)
         y = centred * (variance + layer.eps).rsqrt()
         if layer.weight is not None:
             y = y * layer.weight.reshape(shape)
@@ -117,15 +121,3 @@ def _forward(layer: Any, index: int, name: str, mean: Mean
             y = y + layer.bias.reshape(shape)
         return y
     return forward
-
-
-@torch.no_grad()
-def _move(layer: Any, values: Mapping[str, torch.Tensor]) -> None:
-    """Update running statistics as torch does; the variance is unbiased."""
-    if layer.num_batches_tracked is not None and layer.track_running_stats:
-        layer.num_batches_tracked.add_(1)
-    if moves_statistics(layer):
-        share = layer.momentum if layer.momentum is not None \
-            else 1 / float(layer.num_batches_tracked)
-        for name, value in values.items():
-            getattr(layer, name).lerp_(value.reshape(-1), share)

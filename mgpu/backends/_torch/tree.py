@@ -3,7 +3,7 @@ either."""
 import functools
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from operator import attrgetter, is_
 from typing import Any
@@ -27,7 +27,7 @@ ATOMS = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype,
 #: types whose values each device has for itself
 MUTABLE = (torch.Tensor, np.ndarray, bytearray, list, tuple, dict, set)
 _UNSUPPORTED = {"ScriptModule", "DistributedDataParallel", "DataParallel",
-                "FullyShardedDataParallel", "FSDPModule"}
+                "FullyShardedDataParallel", "FSDPModule", "DTensor"}
 
 
 def plain_network(net: nn.Module) -> nn.Module:
@@ -108,13 +108,15 @@ class Tree:
         Each once; also those in plain lists, closures and bound methods.
     paths : list of str
         Of the first of them, which are registered.
+    by_id : dict
+        id -> module.
     compiled : bool
         Whether a module is.
     arrays : dict
         id -> parameter, buffer, or another tensor that requires a gradient.
     references, values : dict
-        id of a module -> names of its attributes that refer to a module or
-        to one of `arrays`, and of other attributes with mutable values.
+        The keys are (id of a module, name): its attributes that refer to a
+        module or to one of `arrays`, and others with mutable values.
     key : tuple
         Equal as long as the structure and the modes are.
 
@@ -125,7 +127,8 @@ class Tree:
     """
 
     def __init__(self, net: nn.Module) -> None:
-        self._found: dict[int, nn.Module] = {}
+        self.modules: list[nn.Module] = []
+        self.by_id: dict[int, nn.Module] = {}
         self._referring: dict[int, bool] = {}
         self._alive: list[Any] = []     # or ids would be used again
         #: what may come to hold other objects, with those that it holds
@@ -133,24 +136,18 @@ class Tree:
         self._empty: list[dict[Any, Any]] = []      # of hooks
         self._tensors: list[torch.Tensor] = []
         self.arrays: dict[int, torch.Tensor] = {}
-        self.references: dict[int, list[str]] = {}
-        self.values: dict[int, list[str]] = {}
-        self.paths = []
-        for path, module in net.named_modules():
-            self.paths.append(path)
-            self._add(module)
-        waiting = list(self._found.values())
-        for module in waiting:
-            count = len(self._found)
+        self.references: dict[tuple[int, str], None] = {}
+        self.values: dict[tuple[int, str], None] = {}
+        self.paths = [path for path, _ in net.named_modules()]
+        self._refers(net)
+        for module in self.modules:     # which grow
             self._read_attributes(module)
-            waiting += list(self._found.values())[count:]
-        self.modules = waiting
-        self.key = tuple((id(m), type(m), m.training) for m in waiting)
-        self._types = [*map(type, waiting)]
+        self.key = tuple((id(m), type(m), m.training) for m in self.modules)
+        self._types = [*map(type, self.modules)]
         self.compiled = any(type(m).__name__ == "OptimizedModule"
                             or m._compiled_call_impl is not None
-                            for m in waiting)
-        self._contents = Contents(waiting)
+                            for m in self.modules)
+        self._contents = Contents(self.modules)
         self._tensors += self.arrays.values()
         self._trained = [*map(_requires_grad, self._tensors)]
 
@@ -160,7 +157,7 @@ class Tree:
         return self._contents.are_same() and not any(self._empty) \
             and [*map(type, self.modules)] == self._types \
             and [*map(_requires_grad, self._tensors)] == self._trained \
-            and all(len(now := [*inside(x)]) == len(held)
+            and all(len(now := opened(x)[0]) == len(held)
                     and all(map(is_, now, held)) for x, held in self._inside)
 
     def has_graphs(self) -> bool:
@@ -189,34 +186,29 @@ class Tree:
             if t.layout is torch.strided)
 
     def _add(self, module: nn.Module) -> None:
-        if id(module) in self._found:
+        if id(module) in self.by_id:
             return
-        for one in (module, *module._modules.values()):
+        arrays = [x for x in (*module._parameters.values(),
+                              *module._buffers.values()) if x is not None]
+        for one in (module, *module._modules.values(), *arrays):
             if _UNSUPPORTED & {cls.__name__ for cls in type(one).__mro__}:
                 raise TypeError(
                     f"a {type(one).__name__} cannot be copied to several "
                     "devices. Pass the plain module.")
-        self._found[id(module)] = module
-        for x in (*module._parameters.values(), *module._buffers.values()):
-            if x is not None:
-                if type(x).__name__ == "DTensor":
-                    raise TypeError("a DTensor cannot be copied to several "
-                                    "devices. Pass a network of tensors.")
-                self.arrays[id(x)] = x
+        self.modules.append(module)
+        self.by_id[id(module)] = module
+        self.arrays.update((id(x), x) for x in arrays)
 
     def _read_attributes(self, module: nn.Module) -> None:
-        self.references[id(module)] = references = []
-        self.values[id(module)] = values = []
         for name, x in module.__dict__.items():
             if name in _HOOKS and isinstance(x, dict) and not x:
                 self._empty.append(x)
+            elif isinstance(x, ATOMS) or name in _PLAIN:
                 continue
-            if isinstance(x, ATOMS) or name in _PLAIN:
-                continue
-            if self._refers(x):
-                references.append(name)
+            elif self._refers(x):
+                self.references[id(module), name] = None
             elif isinstance(x, MUTABLE) and name not in _INTERNAL:
-                values.append(name)
+                self.values[id(module), name] = None
 
     def _refers(self, x: Any) -> bool:
         """Whether `x` leads to a module or to one of `arrays`; both are
@@ -235,7 +227,7 @@ class Tree:
         if id(x) not in self._referring:
             self._referring[id(x)] = False      # while it is read
             self._alive.append(x)
-            held = [*inside(x)]
+            held = opened(x)[0]
             if held and not isinstance(x, (tuple, types.MethodType)) \
                     or isinstance(x, (set, types.FunctionType)) \
                     or containers.parts(x) == ([], []):
@@ -248,38 +240,66 @@ class Tree:
 _requires_grad = attrgetter("requires_grad")
 
 
-def inside(x: Any) -> Iterator[Any]:
+#: makes an object of others than it holds, in their order
+Make = Callable[[list[Any]], Any]
+
+
+def opened(x: Any) -> tuple[list[Any], Make | None]:
     """What a container, partial, closure, bound method or weak reference
-    holds; nothing for other objects."""
+    holds, and what makes one like it; nothing and None for other objects."""
     if isinstance(x, functools.partial):
-        yield from (x.func, *x.args, *x.keywords.values())
-    elif isinstance(x, types.FunctionType):
-        for cell in x.__closure__ or ():
-            if is_filled(cell):
-                yield cell.cell_contents
-    elif isinstance(x, types.MethodType):
-        if isinstance(x.__self__, nn.Module):
-            yield x.__self__
-    elif isinstance(x, weakref.WeakMethod):
-        yield from inside(x())
-    elif isinstance(x, weakref.ref):
-        if isinstance(x(), (nn.Module, torch.Tensor)):
-            yield x()
-    elif isinstance(x, (set, frozenset)):
-        yield from x
-    else:
-        found = containers.parts(x)
-        if found is not None:
-            yield from found[1]
-            if isinstance(x, dict):
-                yield from found[0]
+        count = 1 + len(x.args)
+        return [x.func, *x.args, *x.keywords.values()], lambda new: \
+            functools.partial(*new[:count],
+                              **dict(zip(x.keywords, new[count:])))
+    if isinstance(x, types.FunctionType):
+        cells = [*filter(_is_filled, x.__closure__ or ())]
+        return [cell.cell_contents for cell in cells], \
+            functools.partial(_function_like, x, cells)
+    if isinstance(x, types.MethodType):
+        return [x.__self__] if isinstance(x.__self__, nn.Module) else [], \
+            lambda new: types.MethodType(x.__func__, *new)
+    if isinstance(x, weakref.WeakMethod):
+        held, make = opened(x())
+        return held, make and (lambda new: weakref.WeakMethod(make(new)))
+    if isinstance(x, weakref.ref):
+        return [x()] if isinstance(x(), (nn.Module, torch.Tensor)) else [], \
+            lambda new: weakref.ref(*new)
+    if isinstance(x, (set, frozenset)):
+        return [*x], type(x)
+    found = containers.parts(x)
+    if found is None:
+        return [], None
+    if isinstance(x, dict):
+        return found[1] + found[0], functools.partial(_dict_like, x)
+    return found[1], functools.partial(containers.rebuild, x, found[0])
 
 
-def is_filled(cell: types.CellType) -> bool:
+def _is_filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not cell
     except ValueError:
         return False
+
+
+def _function_like(x: types.FunctionType, cells: list[types.CellType],
+                   new: list[Any]) -> types.FunctionType:
+    # Unchanged cells are shared: counters by `nonlocal` go on.
+    other = {id(cell): types.CellType(value) for cell, value in zip(
+        cells, new) if value is not cell.cell_contents}
+    made = types.FunctionType(
+        x.__code__, x.__globals__, x.__name__, x.__defaults__,
+        tuple(other.get(id(cell), cell) for cell in x.__closure__ or ()))
+    made.__kwdefaults__ = x.__kwdefaults__
+    made.__dict__.update(x.__dict__)
+    return made
+
+
+def _dict_like(x: dict[Any, Any], new: list[Any]) -> Any:
+    made = x.copy()
+    made.clear()
+    made.update(zip(new[len(x):], new))
+    return made
 
 
 def redirect(x: Any, copies: dict[int, Any]) -> Any:
@@ -293,50 +313,11 @@ def redirect(x: Any, copies: dict[int, Any]) -> Any:
         return copies[id(x)]
     if isinstance(x, (*ATOMS, torch.Tensor, nn.Module)):
         return x
-    old = list(inside(x))
+    old, make = opened(x)
     copies[id(x)] = x       # while it is read, for one that holds itself
     new = [redirect(value, copies) for value in old]
-    if all(a is b for a, b in zip(new, old)):
+    if make is None or all(map(is_, new, old)):
         del copies[id(x)]
         return x
-    copies[id(x)] = made = _rebuilt(x, new)
+    copies[id(x)] = made = make(new)
     return made
-
-
-def _rebuilt(x: Any, new: list[Any]) -> Any:
-    """An object like `x` that holds `new`, in the order of `inside`."""
-    made: Any
-    if isinstance(x, functools.partial):
-        count = 1 + len(x.args)
-        made = functools.partial(new[0], *new[1:count])
-        made.keywords.update(zip(x.keywords, new[count:]))
-        return made
-    if isinstance(x, types.FunctionType):
-        left = iter(new)
-        # Unchanged cells are shared: counters by `nonlocal` go on.
-        cells = []
-        for cell in x.__closure__ or ():
-            value = next(left) if is_filled(cell) else None
-            cells.append(cell if not is_filled(cell)
-                         or value is cell.cell_contents
-                         else types.CellType(value))
-        made = types.FunctionType(x.__code__, x.__globals__, x.__name__,
-                                  x.__defaults__, tuple(cells))
-        made.__kwdefaults__ = x.__kwdefaults__
-        made.__dict__.update(x.__dict__)
-        return made
-    if isinstance(x, types.MethodType):
-        return types.MethodType(x.__func__, new[0])
-    if isinstance(x, weakref.WeakMethod):
-        return weakref.WeakMethod(_rebuilt(x(), new))
-    if isinstance(x, weakref.ref):
-        return weakref.ref(new[0])
-    if isinstance(x, (set, frozenset)):
-        return type(x)(new)
-    if isinstance(x, dict):
-        made = x.copy()
-        made.clear()
-        made.update(zip(new[len(x):], new))
-        return made
-    keys, _ = containers.parts(x) or ([], [])
-    return containers.rebuild(x, keys, new)
