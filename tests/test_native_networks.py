@@ -520,31 +520,6 @@ def test_inputs_of_another_dtype_are_named(backend, dtype, deferred):
         replicas(shards_of(x, replicas))
 
 
-@pytest.mark.parametrize("name", ["torch", "mxnet-nd"])
-def test_arrays_that_a_network_makes_in_another_dtype_are_named(name):
-    """Its inputs are right as they are."""
-    with using_engine(name) as engine:
-        if engine.name == "mxnet":
-            import mxnet as mx
-            base, own = mx.gluon.Block, mx.gluon.nn.Embedding(5, 4)
-        else:
-            import torch
-            base, own = torch.nn.Module, torch.nn.Embedding(5, 4)
-
-        def forward(self, x):
-            if engine.name == "mxnet":
-                return mx.nd.dot(self.own(x), mx.nd.ones(
-                    (4, 4), dtype="float64"))
-            return self.own(x) @ torch.ones(4, 4, dtype=torch.float64)
-        net = type("Net", (base,), {"forward": forward})()
-        net.own = own
-        replicas = mgpu.initialize(net, on(0, 1))
-        with mgpu.record(), pytest.raises(TypeError, match=(
-                "makes its own arrays in its own dtype, float32; received "
-                r"float64 from its code \(its inputs are int64\)")):
-            replicas(shards_of(np.array([1, 2, 3, 4]), replicas))
-
-
 def test_a_network_may_convert_its_inputs_itself(engine):
     net = layers_of(
         engine, lambda gluon: [

@@ -288,24 +288,12 @@ def explain_dtype(error: Exception, words: str, inputs: Iterable[str],
                   own: Iterable[str]) -> None:
     """TypeError if an engine's `error` has one of the `words` that it uses
     about dtypes (a regular expression), and one of the `inputs` of a network
-    has a dtype other than its `own`."""
-    own = sorted({x for x in own if "float" in x})
-    given = {*inputs}
+    has a dtype other than its `own`. Not where the error names a dtype that
+    the network's code has brought."""
+    own, given = sorted({x for x in own if "float" in x}), {*inputs}
     others = sorted(given - {*own})
-    if own and others and re.search(words, str(error)):
-        named = set(re.findall(r"\bfloat(?:16|32|64)\b", re.sub(
-            r"\b[Dd]ouble\b", "float64", str(error))))
-        if made := sorted(named - given - {*own}):
-            raise own_constant(own[0], made, others) from error
+    named = {*re.findall(r"\bfloat(?:16|32|64)\b", re.sub(
+        r"\b[Dd]ouble\b", "float64", str(error)))}
+    if own and others and named <= given | {*own} \
+            and re.search(words, str(error)):
         raise wrong_dtype(own[0], others) from error
-
-
-def own_constant(own: str, made: Sequence[str], given: Sequence[str]
-                 ) -> TypeError:
-    """A network makes arrays of a dtype that nobody gave it."""
-    return TypeError(
-        f"a network makes its own arrays in its own dtype, {own}; received "
-        f"{', '.join(made)} from its code (its inputs are "
-        f"{', '.join(given)}). Write no dtype into the code, as in "
-        f"arange(n, dtype='{made[0]}'): take that of another array, or cast "
-        "the result.")
