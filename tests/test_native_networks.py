@@ -502,8 +502,8 @@ def test_the_first_state_of_a_cell_has_the_dtype_of_its_weights(kind,
         assert all(y.dtype == np.float64 for y in right(shards_of(x, right)))
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("dtype", ["uint8", "float64", "int64", "bool"])
+@pytest.mark.parametrize("dtype, deferred", [("uint8", True),
+                                             ("float64", False)])
 def test_inputs_of_another_dtype_are_named(backend, dtype, deferred):
     """Where the framework's layers refuse them, in one text for both."""
     for build, x in ((mlp, rows(4)), (convnet, pictures(4))):

@@ -8,6 +8,7 @@ import torch
 from torch.nn import init
 
 from mgpu.backends import base
+from mgpu.backends._torch.streams import standing_in
 
 _FUNCTIONS = [getattr(init, name) for name in (
     "uniform_", "normal_", "trunc_normal_", "xavier_uniform_",
@@ -37,18 +38,17 @@ class TorchDraws(base.GivenInitializer):
                 f"{options}: {error}. Use functools.partial({name}, "
                 "option=value).") from None
         self._function, self._options = function, options
-        self._draws = "generator" in known.parameters
         named = ", ".join(f"{key}={x!r}" for key, x in options.items())
         self.text = f"{name}({named})"
 
     def draw(self, name, shape, rng):
-        options = dict(self._options)
-        if self._draws:
-            options["generator"] = torch.Generator().manual_seed(
-                int(rng.integers(1 << 62)))
+        # Not as generator=, which sparse_ does not use for all it draws.
+        stream = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
         x = torch.empty(shape, dtype=torch.float64)
         try:
-            values: np.ndarray = self._function(x, **options).numpy()
+            with standing_in(stream):
+                values: np.ndarray = self._function(
+                    x, **self._options).numpy()
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"{self.text} cannot draw the shape {shape}: "
                              f"{error}") from None
