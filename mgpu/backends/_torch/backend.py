@@ -144,19 +144,15 @@ class TorchBackend(Gradients, base.Backend):
                    ) -> list[np.ndarray] | None:
         if strict.on() and not to_read:
             return None
-        views = []
         if to_read:     # NumPy has no bfloat16, but its bits
             arrays = [x.detach().view(torch.int16)
                       if x.dtype is torch.bfloat16 else x for x in arrays]
-        for x in arrays:
-            if x.is_cuda or x.layout is not torch.strided \
-                    or x.dtype is torch.bfloat16:
-                return None
-            if x.is_contiguous():       # so that reshape does not copy
-                views.append(_bytes(x) if to_read
-                             else x.detach().numpy().reshape(-1))
-        if len(views) == len(arrays):
-            return views
+        if any(x.is_cuda or x.layout is not torch.strided
+               or x.dtype is torch.bfloat16 for x in arrays):
+            return None
+        if all(x.is_contiguous() for x in arrays):
+            return [_bytes(x) if to_read else x.detach().numpy().reshape(-1)
+                    for x in arrays]
         if any(x.stride() != arrays[0].stride() for x in arrays):
             return [x.detach().numpy().reshape(-1)
                     for x in arrays] if to_read else None
@@ -284,15 +280,13 @@ class TorchBackend(Gradients, base.Backend):
         return _Through.apply(x, after, self, forth, back)
 
     def export_streams(self) -> dict[str, np.ndarray]:
-        found = {"seed": np.array(str(self._seed)),
-                 "cpu 0 default": torch.get_rng_state().numpy()}
-        if torch.cuda.is_initialized():
-            found |= {f"gpu {i} default": state.numpy() for i, state
-                      in enumerate(torch.cuda.get_rng_state_all())}
-        for (device, use), generator in self._generators.items():
-            found[f"{device.kind} {device.index} {use}"] = \
-                generator.get_state().numpy()
-        return found
+        cpu, *gpus = default_generators()
+        streams = {(base.Device("cpu"), "default"): cpu, **{
+            (base.Device("gpu", i), "default"): gpu
+            for i, gpu in enumerate(gpus)}, **self._generators}
+        return {"seed": np.array(str(self._seed)), **{
+            f"{device.kind} {device.index} {use}": stream.get_state().numpy()
+            for (device, use), stream in streams.items()}}
 
     @contextlib.contextmanager
     def full_precision(self) -> Iterator[None]:
@@ -434,18 +428,15 @@ class TorchBackend(Gradients, base.Backend):
     # -- advice -------------------------------------------------------------
 
     def doctor(self) -> list[tuple[str, str]]:
-        found = []
-        cuda = torch.version.cuda
-        if cuda is None:
+        found = [("info", f"GPU {i}: {torch.cuda.get_device_name(i)}")
+                 for i in range(torch.cuda.device_count())]
+        if torch.version.cuda is None:
             found.append(("info", "this build of torch is for CPUs only; for "
                           "one with CUDA see pytorch.org, Get Started."))
         elif not torch.cuda.is_available():
-            found.append(("warning", f"torch is built for CUDA {cuda} and "
-                          "finds no GPU; run nvidia-smi to see whether the "
-                          "driver finds one."))
-        for i in range(torch.cuda.device_count()):
-            found.append(("info", f"GPU {i}: "
-                          f"{torch.cuda.get_device_name(i)}"))
+            found.append(("warning", "torch is built for CUDA "
+                          f"{torch.version.cuda} and finds no GPU; run "
+                          "nvidia-smi to see whether the driver finds one."))
         if environment.logical_gpus() and not self.num_gpus():
             found.append(("warning", "MGPU_LOGICAL_GPUS is set, and there is "
                           "no physical GPU that logical ones could share."))
