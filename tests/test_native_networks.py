@@ -10,7 +10,7 @@ import pytest
 import mgpu
 from batches import pictures, rows
 from helpers import (ENGINES, assert_all_equal, assert_bit_equal, bricks,
-                     convnet, mlp, on, on_mxnet, on_torch, relative_difference,
+                     convnet, on, on_mxnet, on_torch, relative_difference,
                      using_engine)
 from nets import native_values, on_each, sequential, shards_of, train
 
@@ -500,24 +500,6 @@ def test_the_first_state_of_a_cell_has_the_dtype_of_its_weights(kind,
         with pytest.raises((TypeError, MXNetError), match="float32"):
             wrong(shards_of(x, wrong))
         assert all(y.dtype == np.float64 for y in right(shards_of(x, right)))
-
-
-@pytest.mark.parametrize("dtype, deferred", [("uint8", True),
-                                             ("float64", False)])
-def test_inputs_of_another_dtype_are_named(backend, dtype, deferred):
-    """Where the framework's layers refuse them, in one text for both."""
-    for build, x in ((mlp, rows(4)), (convnet, pictures(4))):
-        replicas = mgpu.initialize(build(backend, deferred=deferred),
-                                   on(0, 1))
-        shards = shards_of(x.astype(dtype), replicas)
-        text = ("a layer takes inputs of its own dtype, float32; received "
-                f"{dtype}. Convert the data first: X.astype('float32') in "
-                "NumPy, or mgpu.put(x, device, dtype='float32').")
-        for call in (lambda: replicas(shards), lambda: replicas[1](shards[1])):
-            with mgpu.record(), pytest.raises(TypeError) as refused:
-                call()
-            assert str(refused.value) == text
-        replicas(shards_of(x, replicas))
 
 
 def test_a_network_may_convert_its_inputs_itself(engine):

@@ -3,7 +3,6 @@
 A check returns nothing and raises; the other functions make an exception for
 their caller to raise.
 """
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -282,18 +281,3 @@ def wrong_dtype(own: str, received: Sequence[str]) -> TypeError:
         f"{', '.join(received)}. Convert the data first: "
         f"X.astype('{own}') in NumPy, or mgpu.put(x, device, "
         f"dtype='{own}').")
-
-
-def explain_dtype(error: Exception, words: str, inputs: Iterable[str],
-                  own: Iterable[str]) -> None:
-    """TypeError if an engine's `error` has one of the `words` that it uses
-    about dtypes (a regular expression), and one of the `inputs` of a network
-    has a dtype other than its `own`. Not where the error names a dtype that
-    the network's code has brought."""
-    own, given = sorted({x for x in own if "float" in x}), {*inputs}
-    others = sorted(given - {*own})
-    named = {*re.findall(r"\bfloat(?:16|32|64)\b", re.sub(
-        r"\b[Dd]ouble\b", "float64", str(error)))}
-    if own and others and named <= given | {*own} \
-            and re.search(words, str(error)):
-        raise wrong_dtype(own[0], others) from error

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from mgpu.backends import base, messages
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
@@ -102,7 +101,6 @@ class TorchNetwork(base.Network):
     @_to_be_trained
     def infer_shapes(self, inputs, device) -> None:
         home, make_lazy = self.devices()[0], _lazy_layers(self.net)
-        given = base.apart(inputs)
         self.net.to(self.backend.handle(device))
         flags = {m: m.training for m in self.net.modules()}
         watch.turn(True)    # one thread completes, and the others wait
@@ -110,25 +108,14 @@ class TorchNetwork(base.Network):
             self.net.eval()
             with torch.no_grad():
                 base.forward_call(self.net, inputs)()
-        except BaseException as error:      # an input that does not fit
+        except BaseException:       # an input that does not fit
             make_lazy()
             self.net.to(home)
-            if isinstance(error, (RuntimeError, ValueError)):
-                self.explain(error, given)
             raise
         finally:
             watch.turn(False)
             for module, flag in flags.items():
                 module.training = flag
-
-    def explain(self, error: Exception, inputs: Any) -> None:
-        """Raise torch's error about a dtype of `inputs` in mgpu's words."""
-        messages.explain_dtype(
-            error, r"(?s)^(?!.*'indices').*(dtype|[Ss]calar type|Input type|"
-            "[Pp]romoti|not implemented for)", [     # indices: no floats
-                name_of_dtype(x) for x in tree_leaves(inputs)
-                if isinstance(x, torch.Tensor)],
-            [spec.dtype for spec in self.specs()])
 
     def values(self) -> dict[str, np.ndarray] | None:
         specs = self.specs()

@@ -36,7 +36,7 @@ def device_of(x: torch.Tensor) -> Any:
 
 def _label(x: torch.Tensor, device: Any) -> None:
     with contextlib.suppress(NotImplementedError):
-        x.untyped_storage().mgpu_device = device    # type: ignore[attr-defined]
+        x.untyped_storage().mgpu_device = device
 
 
 def on() -> bool:
