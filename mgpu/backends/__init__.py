@@ -35,12 +35,10 @@ class Entry(NamedTuple):
 
     def cure(self) -> str:
         """The command that installs the framework, or why there is none."""
-        if self.newest_python and not self.has_wheels():
-            newest = ".".join(map(str, self.newest_python))
-            return (f"{self.framework} has no wheels for Python "
-                    f"{sys.version_info[0]}.{sys.version_info[1]}; use "
-                    f"Python 3.10 to {newest}, then pip install "
-                    f"{self.packages}")
+        if not self.has_wheels():
+            newest = ".".join(map(str, self.newest_python or ()))
+            return (f"{self.framework} has no wheels for this Python; use "
+                    f"3.10 to {newest}, then pip install {self.packages}")
         return f"pip install {self.packages}"
 
 

@@ -50,12 +50,8 @@ class NoFunctionalBatchNorm(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-class _Taking(threading.local):
-    now = False
-
-
-#: whether this thread is inside of `take_number`
-TAKING = _Taking()
+#: `.now`: whether this thread is inside of `take_number`
+TAKING = threading.local()
 
 
 def is_gluons_dropout(layer: nn.Module) -> bool:

@@ -228,7 +228,7 @@ class TorchBackend(Gradients, base.Backend):
         autocast = [(kind, torch.get_autocast_dtype(kind))
                     for kind in ("cpu", "cuda")
                     if torch.is_autocast_enabled(kind)]
-        checks, carried = strict.carried(), modes.carried(watching)
+        carried = modes.carried(watching)
 
         @contextlib.contextmanager
         def all_modes() -> Iterator[None]:
@@ -238,8 +238,6 @@ class TorchBackend(Gradients, base.Backend):
                 for kind, dtype in autocast:
                     stack.enter_context(torch.autocast(kind, dtype))
                 stack.enter_context(torch.set_grad_enabled(grad))
-                for check in checks:
-                    stack.enter_context(check)
                 stack.enter_context(carried())
                 yield
         return all_modes
@@ -404,9 +402,7 @@ class TorchBackend(Gradients, base.Backend):
 
     def gluonize(self, net: Any, on: bool = True) -> Any:
         from mgpu.backends._torch.gluonize import gluonize
-        if not isinstance(net, torch.nn.Module):
-            raise messages.not_a_network(net, self.name, "torch.nn.Module")
-        return gluonize(net, on)
+        return gluonize(self.network(net).net, on)
 
     def model(self, name: str, **options: int) -> Any:
         from mgpu.backends._torch.models import MODELS

@@ -193,7 +193,7 @@ class Draws(TorchDispatchMode):
         return False    # see strict.Mode
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        may = not self.found and not TAKING.now and \
+        may = not self.found and not getattr(TAKING, "now", False) and \
             torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         before = self._read(torch.Generator.get_state) if may else []
         result = func(*args, **(kwargs or {}))
