@@ -9,7 +9,7 @@ A function here returns False, and does nothing, where the engine gives no
 views of the arrays (`Backend.host_views`): on GPUs, for example, and inside
 `mgpu.strict_devices`, which is to see every copy.
 """
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -35,12 +35,11 @@ def threads_for(size: int, k: int) -> int:
     return max(1, min(k, cpu_cores(), size // SHARE))
 
 
-# -- reductions ---------------------------------------------------------------
-
-def allreduce(backend: Backend, columns: Sequence[list[Array]], op: str
-              ) -> bool:
-    """Reduce each list of arrays and leave the result in all of its
-    elements. The order of additions is ``x[0] + x[1] + ...``."""
+def _run_on_blocks(backend: Backend, columns: Sequence[list[Array]],
+                   written: Sequence[Array], threads: int, size: int,
+                   work: Callable[[int, list[np.ndarray]], None]) -> bool:
+    """Call ``work(number of the column, a block of each of its arrays)`` for
+    all blocks of `size` bytes of all columns, on up to `threads` threads."""
     views = []
     for column in columns:
         found = backend.host_views(column)
@@ -48,45 +47,48 @@ def allreduce(backend: Backend, columns: Sequence[list[Array]], op: str
             return False
         views.append(found)
     total = sum(column[0].nbytes for column in views)
-    threads = threads_for(total, len(columns[0]))
     backend.run_on_host_views(
-        [partial(reduce_blocks, views, begin, end, op)
-         for begin, end in shard_bounds(total, threads)],
-        [x for column in columns for x in column])
+        [partial(work_on, views, begin, end, size, work)
+         for begin, end in shard_bounds(total, threads_for(total, threads))],
+        written)
     return True
 
+
+def work_on(columns: Sequence[list[np.ndarray]], begin: int, end: int,
+             size: int, work: Callable[[int, list[np.ndarray]], None]) -> None:
+    """The bytes from `begin` to `end`, counted over all columns."""
+    probes.at_once()
+    with np.errstate(all="ignore"):     # as the engines: NaN says enough
+        for j, column in enumerate(columns):
+            itemsize, n = column[0].itemsize, len(column[0])
+            low, high = (min(max(x, 0) // itemsize, n) for x in (begin, end))
+            begin, end = begin - n * itemsize, end - n * itemsize
+            step = max(1, size // itemsize)
+            for at in range(low, high, step):
+                work(j, [x[at:min(at + step, high)] for x in column])
+
+
+# -- reductions ---------------------------------------------------------------
 
 _IN_PLACE: dict[str, np.ufunc] = {
     "sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 
 
-def reduce_blocks(columns: Sequence[list[np.ndarray]], begin: int,
-                  end: int, op: str) -> None:
-    """Reduce the bytes from `begin` to `end`, counted over all columns."""
-    probes.at_once()
-    function = _IN_PLACE[op]
-    with np.errstate(all="ignore"):     # as the engines: NaN says enough
-        for _, (first, *others) in _blocks(columns, begin, end):
-            for x in others:
-                function(first, x, first)
-            if op == "mean":
-                first /= 1 + len(others)
-            for x in others:
-                x[...] = first
-
-
-def _blocks(columns: Sequence[list[np.ndarray]], begin: int, end: int
-            ) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Yield (number of the column, the same block of each of its arrays) for
-    the bytes from `begin` to `end`, counted over all columns."""
-    offset = 0
-    for j, column in enumerate(columns):
-        size, n = column[0].itemsize, len(column[0])
-        low, high = (min(max(x - offset, 0) // size, n) for x in (begin, end))
-        offset += n * size
-        step = max(1, REDUCE_BLOCK // (len(column) * size))
-        for at in range(low, high, step):
-            yield j, [x[at:min(at + step, high)] for x in column]
+def allreduce(backend: Backend, columns: Sequence[list[Array]], op: str
+              ) -> bool:
+    """Reduce each list of arrays and leave the result in all of its
+    elements. The order of additions is ``x[0] + x[1] + ...``."""
+    def reduce(_: int, block: list[np.ndarray]) -> None:
+        first, *others = block
+        for x in others:
+            _IN_PLACE[op](first, x, first)
+        if op == "mean":
+            first /= len(block)
+        for x in others:
+            x[...] = first
+    k = len(columns[0])
+    return _run_on_blocks(backend, columns, [x for c in columns for x in c],
+                          k, REDUCE_BLOCK // k, reduce)
 
 
 # -- updates ------------------------------------------------------------------
@@ -100,14 +102,6 @@ class Update(NamedTuple):
     lr: float
     wd: float
     t: int                      # this parameter's updates, with this one
-
-
-class _Views(NamedTuple):
-    """The memory of one parameter, its gradient and its slots."""
-
-    weight: np.ndarray
-    gradient: np.ndarray
-    slots: dict[str, np.ndarray]
 
 
 #: what update rules need of `Ops`, on NumPy arrays
@@ -130,67 +124,28 @@ def update(backend: Backend, optimizer: Any, work: Sequence[Update],
     states : dict
         The optimiser's state by the name of the parameter; updated.
     """
-    views = []
-    for one in work:
-        found = _views(backend, one, states[one.name])
-        if found is None:
-            return False
-        views.append(found)
-    total = sum(v.weight.nbytes for v in views)
-    numbers = [dict(states[one.name]) for one in work]
-    backend.run_on_host_views(
-        [partial(update_blocks, optimizer, work, views, states, numbers,
-                 begin, end, scale, loss_scale)
-         for begin, end in shard_bounds(total, threads_for(
-             total, cpu_cores()))],
-        [one.weight for one in work])
-    for one, new in zip(work, numbers, strict=True):
-        # Numbers that the rule has replaced, the same for every block.
-        if new:
-            states[one.name].update(
-                (s, x) for s, x in new.items() if not backend.is_native(x))
-    return True
+    slots = [[s for s, x in states[one.name].items() if backend.is_native(x)]
+             for one in work]
+    #: numbers that the rule has replaced, the same for every block
+    numbers: list[dict[str, Any]] = [{} for _ in work]
 
-
-def _views(backend: Backend, one: Update, state: dict[str, Any]
-           ) -> _Views | None:
-    """None where an array has no view."""
-    names = [s for s, x in state.items() if backend.is_native(x)]
-    # In one order of memory.
-    found = backend.host_views([one.gradient, one.weight,
-                                *(state[s] for s in names)])
-    if found is None:
-        return None
-    gradient, weight, *slots = found
-    return _Views(weight, gradient, dict(zip(names, slots, strict=True)))
-
-
-def update_blocks(optimizer: Any, work: Sequence[Update],
-                  views: Sequence[_Views],
-                  states: dict[str, dict[str, Any]],
-                  numbers: Sequence[dict[str, Any]], begin: int, end: int,
-                  scale: float, loss_scale: float) -> None:
-    """Do `work` on the bytes from `begin` to `end`, counted over all weights.
-    `numbers` gets what the rule has replaced in `states`."""
-    probes.at_once()
-    with np.errstate(all="ignore"):     # as the engines
-        for one, (weight, gradient, slots), new in zip(
-                work, views, numbers, strict=True):
-            low = max(begin, 0) // weight.itemsize
-            high = min(end, weight.nbytes) // weight.itemsize
-            begin, end = begin - weight.nbytes, end - weight.nbytes
-            step = max(1, UPDATE_BLOCK // weight.itemsize)
-            for at in range(low, high, step):
-                part = slice(at, min(at + step, high))
-                block = {**states[one.name],
-                         **{s: x[part] for s, x in slots.items()}}
-                optimizer.update(
-                    weight[part],
-                    _unscaled(gradient[part], loss_scale) * scale, block,
-                    lr=one.lr, wd=one.wd, t=one.t, ops=HOST_OPS)
-                if len(block) > len(slots):
-                    new.update((s, x) for s, x in block.items()
-                               if s not in slots)
+    def apply(j: int, block: list[np.ndarray]) -> None:
+        one, (weight, gradient, *arrays) = work[j], block
+        state = {**states[one.name], **dict(zip(slots[j], arrays))}
+        optimizer.update(
+            weight, _unscaled(gradient, loss_scale) * scale, state, lr=one.lr,
+            wd=one.wd, t=one.t, ops=HOST_OPS)
+        if len(state) > len(arrays):
+            numbers[j].update((s, x) for s, x in state.items()
+                              if s not in slots[j])
+    done = _run_on_blocks(
+        backend, [[one.weight, one.gradient, *(states[one.name][s]
+                                               for s in slots[j])]
+                  for j, one in enumerate(work)],
+        [one.weight for one in work], cpu_cores(), UPDATE_BLOCK, apply)
+    for one, new in zip(work, numbers):
+        states[one.name].update(new)
+    return done
 
 
 def _unscaled(gradient: np.ndarray, loss_scale: float) -> np.ndarray:

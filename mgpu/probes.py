@@ -9,37 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any
 
 Thunks = Sequence[Callable[[], Any]]
 
 
-class Listener(Protocol):
-    """What a Profile does with what it is told."""
-
-    def begin_step(self, devices: Sequence[Any], batch: Any
-                   ) -> AbstractContextManager[None]: ...
-
-    def begin_stage(self, kind: str, name: str,
-                    devices: Sequence[Any] | None,
-                    results: Callable[[], Sequence[Any]] | None,
-                    numbers: Sequence[int] | None
-                    ) -> AbstractContextManager[None]: ...
-
-
-class OpenStage(Protocol):
-    """A stage of a step that has begun and not ended."""
-
-    def mark(self, device: Any) -> AbstractContextManager[None]: ...
-
-    def timed(self, thunks: Thunks) -> Thunks: ...
-
-
-#: the Profile that is on here, and its stage that is open
-listener: ContextVar[Listener | None] = ContextVar("mgpu_profile",
-                                                   default=None)
-open_stage: ContextVar[OpenStage | None] = ContextVar("mgpu_stage",
-                                                      default=None)
+#: the Profile that is on here, which has `begin_step` and `begin_stage`
+listener: ContextVar[Any] = ContextVar("mgpu_profile", default=None)
+#: its stage that has begun and not ended, which has `mark` and `timed`
+open_stage: ContextVar[Any] = ContextVar("mgpu_stage", default=None)
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _here = threading.local()       # .at_once: see the function
 

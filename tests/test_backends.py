@@ -120,29 +120,16 @@ def test_a_missing_framework_is_one_line(patch, ask, name, other):
     assert registry._chosen is None and name not in registry._instances
 
 
-@pytest.mark.parametrize("name, other", [("mxnet", "torch"),
-                                         ("torch", "mxnet")])
-def test_with_nothing_installed_it_does_not_send_in_circles(patch, name,
-                                                            other):
-    remove(patch, "mxnet", "torch")
-    assert available_backends() == []
-    with pytest.raises(BackendNotAvailable) as refused:
-        set_backend(name)
-    assert str(refused.value).endswith(
-        f"Run pip install {name}, or run pip install {other} and switch with "
-        f"mgpu.set_backend({other!r}).")
-    assert registry.default_backend() == "mxnet"
-
-
 def test_nothing_is_advised_that_this_python_cannot_have(patch):
     remove(patch, "mxnet", "torch")
+    assert available_backends() == []
+    assert registry.default_backend() == "mxnet"
     patch.setitem(registry.ENTRIES, "mxnet", registry.ENTRIES[
         "mxnet"]._replace(newest_python=(3, 1)))
     assert registry.default_backend() == "torch"
     with pytest.raises(BackendNotAvailable, match="Run pip install torch.$"):
         get_backend()
-    with pytest.raises(BackendNotAvailable, match="mxnet has no wheels .*, or "
-                       "run pip install torch and switch with "):
+    with pytest.raises(BackendNotAvailable, match="mxnet has no wheels for"):
         set_backend("mxnet")
 
 
@@ -292,18 +279,18 @@ def train(replicas):
                                 mgpu.losses.SoftmaxCrossEntropyLoss(), trainer)
     mgpu.train_epochs(step, [(rows, np.zeros(4, "int32"))] * 2, 1,
                       replicas.devices)
-replicas = mgpu.initialize(mlp(backend), mgpu.list_devices(2))
-train(replicas)
-before = resident()
-use()
-kept = resident()
-if sys.argv[2] == "train":
-    train(replicas)
-else:
+def compare(replicas):
     sides = mlp(backend), mlp(backend)
     [mgpu.initialize(net, mgpu.list_devices(1), "xavier") for net in sides]
     parity.compare(*sides, batches=[(rows, np.zeros(4, "int32"))])
-print(kept - before, resident() - before)
+replicas = mgpu.initialize(mlp(backend), mgpu.list_devices(2))
+train(replicas)
+for by in train, compare:
+    before = resident()
+    use()
+    kept = resident()
+    by(replicas)
+    print(kept - before, resident() - before)
 """
 
 
@@ -313,13 +300,13 @@ def test_a_wrong_setting_of_kept_memory_is_refused(monkeypatch):
         environment.keep_memory()
 
 
-@pytest.mark.parametrize("by", ["train", "compare"])
-def test_freed_memory_is_given_back_after_its_use(backend, by):
+def test_freed_memory_is_given_back_after_its_use(backend):
     """600 MB of arrays: kept within a training, and not after it."""
     out = subprocess.run(
-        [forked.python(), "-W", "ignore", "-c", _GIVEN_BACK, backend.name, by],
+        [forked.python(), "-W", "ignore", "-c", _GIVEN_BACK, backend.name],
         check=True, text=True, stdout=subprocess.PIPE, env={
             **os.environ, "PYTHONPATH": os.pathsep.join(
                 [os.path.dirname(__file__), *sys.path])}).stdout
-    kept, after = map(int, out.split())
-    assert kept > 500 and after < 200, out
+    for line in out.splitlines():
+        kept, after = map(int, line.split())
+        assert kept > 500 and after < 200, out

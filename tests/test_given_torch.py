@@ -1,7 +1,6 @@
 """torch's optimiser and schedule objects, and names of its optimisers, on a
 `Trainer`: the numbers of torch's own loop in float64."""
 import copy
-import itertools
 import warnings
 
 import numpy as np
@@ -106,23 +105,17 @@ def two_groups(cls, **options):
 
 
 @pytest.mark.parametrize("k, make", [
-    (1, two_groups(optim.SGD)),
-    (2, two_groups(optim.SGD, momentum=0.9, dampening=0.1)),
     (3, two_groups(optim.SGD, momentum=0.9, nesterov=True)),
-    (4, two_groups(optim.Adam)), (1, two_groups(optim.Adam, amsgrad=True)),
+    (1, two_groups(optim.Adam, amsgrad=True)),
     (2, two_groups(optim.Adam, decoupled_weight_decay=True)),
     (3, two_groups(optim.AdamW, foreach=True)),
-    (4, two_groups(optim.Adamax)), (1, two_groups(optim.NAdam)),
-    (2, two_groups(optim.NAdam, decoupled_weight_decay=True)),
-    (3, two_groups(optim.RMSprop)),
     (4, two_groups(optim.RMSprop, centered=True, momentum=0.5)),
-    (1, two_groups(optim.Adagrad, lr_decay=0.1,
+    (2, two_groups(optim.Adagrad, lr_decay=0.1,
                    initial_accumulator_value=0.2)),
-    (2, two_groups(optim.Adadelta, rho=0.8)),
 ], ids=lambda x: str(x) if isinstance(x, int) else "")
 def test_an_object_updates_as_in_torchs_own_loop(on_torch, k, make):
     pair = Pair(make, on(*range(k)))
-    for number, rows in enumerate((8, 3, 5, 7)):
+    for number, rows in enumerate((8, 3, 5)):
         pair.step(rows, number)
         for optimizer in pair.optimizers:       # as programs do
             group = optimizer.param_groups[number % 2]
@@ -154,31 +147,16 @@ def sequential(optimizer):
 SCHEDULES = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, [
         lambda n: 0.9 ** n, lambda n: 1 / (n + 1)]),
-    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(
-        o, lambda n: 0.9),
-    "step": lambda o: lr_scheduler.StepLR(o, 2),
-    "multistep": lambda o: lr_scheduler.MultiStepLR(o, [1, 4], 0.5),
-    "constant": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
-    "polynomial": lambda o: lr_scheduler.PolynomialLR(o, 5, 2.0),
-    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
-    "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=8),
-    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.2, 2),
-    "plateau": plateau, "sequential": sequential,
-    "chained": lambda o: lr_scheduler.ChainedScheduler([
-        lr_scheduler.ConstantLR(o, 0.5, 2),
-        lr_scheduler.ExponentialLR(o, 0.8)], o),
-    "averages": lambda o: optim.swa_utils.SWALR(o, 0.01, 3)}
+    "plateau": plateau, "sequential": sequential}
 
 
-@pytest.mark.parametrize("kind, make", [*zip(SCHEDULES, itertools.cycle([
-    two_groups(optim.SGD, momentum=0.9), two_groups(optim.AdamW)]))],
-    ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize("kind", SCHEDULES)
 def test_a_schedule_that_is_stepped_as_in_torch_gives_torchs_numbers(
-        on_torch, kind, make):
+        on_torch, kind):
     """And no warning of torch's, which look for optimizer.step()."""
-    pair = Pair(make, on(0, 1), SCHEDULES[kind])
-    for number in range(7):
+    pair = Pair(two_groups(optim.AdamW), on(0, 1), SCHEDULES[kind])
+    for number in range(5):
         pair.step(8, number)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -444,8 +422,7 @@ def hooked(net):
 OBJECTS = {
     "Own": lambda net: Own(net.parameters()), "hooks": hooked,
     **{cls.__name__: lambda net, cls=cls: cls(net.parameters(), lr=0.01)
-       for cls in (optim.Rprop, optim.ASGD, optim.RAdam, optim.Adafactor)},
-    "maximize": lambda net: optim.SGD(net.parameters(), 0.1, maximize=True),
+       for cls in (optim.ASGD, optim.Adafactor)},
     "tensor": lambda net: optim.Adam(net.parameters(), torch.tensor(0.1)),
     "formulas": lambda net: optim.Adam([
         {"params": net[0].parameters(), "decoupled_weight_decay": True},
@@ -456,13 +433,13 @@ OBJECTS = {
 def test_any_class_steps_as_in_torchs_own_loop_and_resumes(
         on_torch, name, tmp_path):
     pair = Pair(OBJECTS[name], on(0, 1, 2))
-    for number in range(3):
+    for number in range(2):
         pair.step(5, number)
         assert pair.gap() < 1e-12
     mgpu.save_checkpoint(tmp_path / "c", pair.replicas, pair.trainer)
     again = Pair(OBJECTS[name], on(0, 1, 2))
     mgpu.load_checkpoint(tmp_path / "c", again.replicas, again.trainer)
-    for number in range(3, 5):
+    for number in range(2, 4):
         for one in pair, again:
             one.step(5, number)
     assert gap(pair.nets[1], again.nets[1]) == 0 and pair.gap() < 1e-12
@@ -540,18 +517,6 @@ def test_an_optimiser_that_no_trainer_steps_is_refused(on_torch):
     assert_unmoved(net, before)
 
 
-@pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW])
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_the_decay_is_that_of_the_group(on_torch, devices, cls, decoupled):
-    """Not that of the class."""
-    pair = Pair(lambda net: cls([{
-        "params": net.parameters(), "decoupled_weight_decay": decoupled}],
-        0.1, weight_decay=0.25), devices)
-    for _ in range(3):
-        pair.step()
-    assert pair.gap() < 1e-12
-
-
 def test_set_learning_rate_writes_to_the_groups(on_torch):
     pair = Pair(plain_sgd, on(0, 1))
     pair.trainer.set_learning_rate(0.25)
@@ -607,7 +572,7 @@ def test_options_of_numpy_are_in_the_states(on_torch):
 def test_a_resumed_run_has_rates_and_momenta_of_the_groups_and_equal_bits(
         on_torch, tmp_path, form):
     replicas, trainer, schedule = begin(on(0, 1))
-    go_on(replicas, trainer, schedule, range(3))
+    go_on(replicas, trainer, schedule, range(2))
     values, state = replicas.export_numpy(), schedule.state_dict()
     if form == "checkpoint":
         mgpu.save_checkpoint(tmp_path / "c", replicas, trainer)
@@ -615,7 +580,7 @@ def test_a_resumed_run_has_rates_and_momenta_of_the_groups_and_equal_bits(
         trainer.save_states(tmp_path / "s")
     else:
         torch.save(trainer.state_dict(), tmp_path / "d")
-    go_on(replicas, trainer, schedule, range(3, 6))
+    go_on(replicas, trainer, schedule, range(2, 4))
     later, again, other = begin(on(0, 1))
     if form == "checkpoint":
         mgpu.load_checkpoint(tmp_path / "c", later, again)
@@ -627,7 +592,7 @@ def test_a_resumed_run_has_rates_and_momenta_of_the_groups_and_equal_bits(
             again.load_state_dict(torch.load(tmp_path / "d",
                                              weights_only=True))
     other.load_state_dict(state)
-    go_on(later, again, other, range(3, 6))
+    go_on(later, again, other, range(2, 4))
     one, two = replicas.export_numpy(), later.export_numpy()
     assert all((one[name] == two[name]).all() for name in one)
 

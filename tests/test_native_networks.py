@@ -10,7 +10,7 @@ import pytest
 import mgpu
 from batches import pictures, rows
 from helpers import (ENGINES, assert_all_equal, assert_bit_equal, bricks,
-                     convnet, mlp, on, on_mxnet, on_torch, relative_difference,
+                     convnet, on, on_mxnet, on_torch, relative_difference,
                      using_engine)
 from nets import native_values, on_each, sequential, shards_of, train
 
@@ -500,49 +500,6 @@ def test_the_first_state_of_a_cell_has_the_dtype_of_its_weights(kind,
         with pytest.raises((TypeError, MXNetError), match="float32"):
             wrong(shards_of(x, wrong))
         assert all(y.dtype == np.float64 for y in right(shards_of(x, right)))
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("dtype", ["uint8", "float64", "int64", "bool"])
-def test_inputs_of_another_dtype_are_named(backend, dtype, deferred):
-    """Where the framework's layers refuse them, in one text for both."""
-    for build, x in ((mlp, rows(4)), (convnet, pictures(4))):
-        replicas = mgpu.initialize(build(backend, deferred=deferred),
-                                   on(0, 1))
-        shards = shards_of(x.astype(dtype), replicas)
-        text = ("a layer takes inputs of its own dtype, float32; received "
-                f"{dtype}. Convert the data first: X.astype('float32') in "
-                "NumPy, or mgpu.put(x, device, dtype='float32').")
-        for call in (lambda: replicas(shards), lambda: replicas[1](shards[1])):
-            with mgpu.record(), pytest.raises(TypeError) as refused:
-                call()
-            assert str(refused.value) == text
-        replicas(shards_of(x, replicas))
-
-
-@pytest.mark.parametrize("name", ["torch", "mxnet-nd"])
-def test_arrays_that_a_network_makes_in_another_dtype_are_named(name):
-    """Its inputs are right as they are."""
-    with using_engine(name) as engine:
-        if engine.name == "mxnet":
-            import mxnet as mx
-            base, own = mx.gluon.Block, mx.gluon.nn.Embedding(5, 4)
-        else:
-            import torch
-            base, own = torch.nn.Module, torch.nn.Embedding(5, 4)
-
-        def forward(self, x):
-            if engine.name == "mxnet":
-                return mx.nd.dot(self.own(x), mx.nd.ones(
-                    (4, 4), dtype="float64"))
-            return self.own(x) @ torch.ones(4, 4, dtype=torch.float64)
-        net = type("Net", (base,), {"forward": forward})()
-        net.own = own
-        replicas = mgpu.initialize(net, on(0, 1))
-        with mgpu.record(), pytest.raises(TypeError, match=(
-                "makes its own arrays in its own dtype, float32; received "
-                r"float64 from its code \(its inputs are int64\)")):
-            replicas(shards_of(np.array([1, 2, 3, 4]), replicas))
 
 
 def test_a_network_may_convert_its_inputs_itself(engine):

@@ -301,12 +301,12 @@ for call in lambda: x + y, lambda: mgpu.parallel(lambda a: a + x, [x, y]):
 
 # -- a whole run --------------------------------------------------------------
 
-@pytest.mark.parametrize("batch_norm", ["per_device", "average", "sync"])
+@pytest.mark.parametrize("batch_norm", ["average", "sync"])
 def test_training_gives_the_same_numbers(backend, batch_norm):
-    """Two epochs, uneven batches, the last one smaller than the number of
-    devices: bit-equal weights, statistics and losses."""
-    X, y = pictures(12, (2, 4, 4)), classes(12)
-    batches = [(X[:5], y[:5]), (X[5:10], y[5:10]), (X[10:], y[10:])]
+    """Uneven batches, the last one smaller than the number of devices:
+    bit-equal weights, statistics and losses."""
+    X, y = pictures(7, (2, 4, 4)), classes(7)
+    batches = [(X[:5], y[:5]), (X[5:], y[5:])]
 
     def run():
         replicas = mgpu.initialize(convnet(backend), on(0, 1, 2), "uniform",
@@ -316,7 +316,7 @@ def test_training_gives_the_same_numbers(backend, batch_norm):
                                                  "momentum": 0.9})
         history = mgpu.train(
             replicas, batches, batches, mgpu.losses.SoftmaxCrossEntropyLoss(),
-            trainer, 2, progress=False)
+            trainer, 1, progress=False)
         return replicas.export_numpy(all_devices=True), \
             history.loss_per_step, history.test_acc
     plain = run()

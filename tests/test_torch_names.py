@@ -293,59 +293,21 @@ def test_what_a_module_has_and_replicas_have_not(backend):
         replicas[0].state_dict
 
 
-#: function, options, and whether torch's bounds are hard
-DRAWN = [(init.xavier_uniform_, {"gain": 2.0}), (init.xavier_normal_, {}),
-         (init.kaiming_uniform_, {"a": 0.5}),
-         (init.kaiming_normal_, {"mode": "fan_out", "nonlinearity": "relu"}),
-         (init.uniform_, {}), (init.uniform_, {"a": -3.0, "b": 1.0}),
-         (init.normal_, {"mean": 1.0, "std": 0.02}),
+DRAWN = [(init.xavier_normal_, {"gain": 2.0}), (init.uniform_, {}),
+         (init.kaiming_uniform_, {"mode": "fan_out", "nonlinearity": "relu"}),
          (init.trunc_normal_, {"std": 0.02, "a": -0.03, "b": 0.04}),
-         (init.orthogonal_, {"gain": 2.0}), (init.sparse_, {"sparsity": 0.3})]
+         (init.orthogonal_, {}), (init.sparse_, {"sparsity": 0.3}),
+         (init.constant_, {"val": 0.3}), (init.eye_, {})]
 
 
-@pytest.mark.parametrize("function, options", DRAWN)
-def test_functions_of_torch_draw_its_distribution(function, options):
-    """Quantiles, which name mean, deviation and bounds, within 5 standard
-    errors."""
-    with mgpu.using_backend("torch"):
+def test_functions_of_torch_compute_by_themselves():
+    """In float64, from a number of mgpu's stream."""
+    for function, options in DRAWN:
         rule = mgpu.initializers.create(Partial(function, **options))
-    ours = rule.draw((160, 250), np.random.default_rng(3))
-    torch.manual_seed(0)
-    theirs = function(torch.empty(160, 250, dtype=torch.float64),
-                      **options).numpy()
-    at = np.linspace(0.02, 0.98, 25)
-    scale = theirs.std()
-    gaps = np.abs(np.quantile(ours, at) - np.quantile(theirs, at)) / scale
-    assert gaps.max() < 0.06
-    assert abs(ours.std() / scale - 1) < 0.02
-    if function in (init.uniform_, init.xavier_uniform_, init.trunc_normal_,
-                    init.kaiming_uniform_):
-        assert abs(ours.min() - theirs.min()) < 0.01 * scale
-        assert abs(ours.max() - theirs.max()) < 0.01 * scale
-    if function is init.orthogonal_:
-        np.testing.assert_allclose(ours @ ours.T, 4 * np.eye(160), atol=1e-12)
-    if function is init.sparse_:
-        assert ((ours == 0).sum(axis=0) == 48).all()
-
-
-def test_fans_are_torchs_for_convolutions():
-    shape = (30, 20, 3, 5)
-    for function in (init.xavier_uniform_, init.kaiming_uniform_):
-        bound = float(function(torch.empty(shape)).abs().max())
-        ours = np.abs(mgpu.initializers.create(function).draw(
-            shape, np.random.default_rng(0))).max()
-        assert abs(ours / bound - 1) < 1e-2
-
-
-def test_functions_that_draw_nothing_are_torchs():
-    for function, shape in (
-            (Partial(init.constant_, val=0.3), (2, 3)), (init.zeros_, (4,)),
-            (init.ones_, (4, 1)), (init.eye_, (3, 5)),
-            (Partial(init.dirac_, groups=2), (4, 3, 3))):
-        ours = mgpu.initializers.create(function).draw(
-            shape, np.random.default_rng(0))
-        assert (ours == function(torch.empty(
-            shape, dtype=torch.float64)).numpy()).all()
+        found = rule.draw((6, 5), np.random.default_rng(3))
+        torch.manual_seed(int(np.random.default_rng(3).integers(1 << 62)))
+        wanted = function(torch.empty(6, 5, dtype=torch.float64), **options)
+        assert_bit_equal(found, wanted.numpy())
 
 
 def test_both_engines_draw_the_same_from_a_function_of_torch():
@@ -361,14 +323,13 @@ def test_both_engines_draw_the_same_from_a_function_of_torch():
 
 def test_what_init_does_not_take_is_refused():
     for function, words in (
-            (lambda w: None, "expected an initialiser"),
-            (init.constant_, "val=..."), (init.xavier_normal, "end in '_'"),
+            (lambda w: None, "function of your own on the network"),
+            (init.constant_, "'val'"), (init.xavier_normal, "end in '_'"),
             (init.calculate_gain, "end in '_'"),
             (Partial(init.normal_, 0.3), "options by name"),
             (Partial(init.normal_, sigma=0.3), "the options of"),
             (Partial(init.normal_, generator=torch.Generator()), "seed="),
             (init.dirac_, "cannot draw the shape"),
-            (Partial(init.trunc_normal_, a=50.0, b=51.0), "wider bounds"),
             (nn.init, "expected an initialiser")):
         with mgpu.using_backend("torch"):
             net = nn.Linear(3, 2)

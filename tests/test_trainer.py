@@ -61,8 +61,8 @@ def test_blocks_of_a_weight_are_the_whole(backend, semantics, monkeypatch):
     monkeypatch.setattr(mgpu.host_memory, "UPDATE_BLOCK", 64)
     monkeypatch.setattr(mgpu.host_memory, "SHARE", 16)
     monkeypatch.setattr(mgpu.host_memory, "cpu_cores", lambda: 3)
-    blocks, calls = mgpu.host_memory.update_blocks, []
-    monkeypatch.setattr(mgpu.host_memory, "update_blocks", lambda *arguments: (
+    blocks, calls = mgpu.host_memory.work_on, []
+    monkeypatch.setattr(mgpu.host_memory, "work_on", lambda *arguments: (
         calls.append(arguments), blocks(*arguments)))
     for name, rule in mgpu.optimizers.RULES[semantics].items():
         if rule.needs_whole:

@@ -35,12 +35,10 @@ class Entry(NamedTuple):
 
     def cure(self) -> str:
         """The command that installs the framework, or why there is none."""
-        if self.newest_python and not self.has_wheels():
-            newest = ".".join(map(str, self.newest_python))
-            return (f"{self.framework} has no wheels for Python "
-                    f"{sys.version_info[0]}.{sys.version_info[1]}; use "
-                    f"Python 3.10 to {newest}, then pip install "
-                    f"{self.packages}")
+        if not self.has_wheels():
+            newest = ".".join(map(str, self.newest_python or ()))
+            return (f"{self.framework} has no wheels for this Python; use "
+                    f"3.10 to {newest}, then pip install {self.packages}")
         return f"pip install {self.packages}"
 
 
@@ -76,18 +74,12 @@ def _load(name: str) -> Backend:
             try:
                 module = importlib.import_module(entry.module)
             except (ImportError, OSError) as error:
-                cure = entry.cure() if not entry.has_wheels() \
-                    else f"Run {entry.cure()}"
-                ready = available_backends()
-                for other, its in ENTRIES.items():
-                    if other != name and (other in ready or not ready
-                                          and its.has_wheels()):
-                        first = "" if ready else f"run {its.cure()} and "
-                        cure += (f", or {first}switch with "
-                                 f"mgpu.set_backend({other!r})")
+                cures = ["Run " * entry.has_wheels() + entry.cure(), *(
+                    f"switch with mgpu.set_backend({other!r})"
+                    for other in available_backends() if other != name)]
                 raise BackendNotAvailable(
                     f"the {name!r} backend cannot be loaded ({error}). "
-                    f"{cure}.") from error
+                    f"{', or '.join(cures)}.") from error
             _instances[name] = module.BACKEND()
         return _instances[name]
 
@@ -251,15 +243,13 @@ def recording_elsewhere(backend: Backend) -> str | None:
 def available_backends() -> list[str]:
     """The names of the backends whose framework is installed. Imports
     nothing; ``mgpu doctor`` tells whether an installed one also loads."""
-    return [name for name, entry in ENTRIES.items()
-            if _is_installed(entry.framework)]
-
-
-def _is_installed(framework: str) -> bool:
-    try:
-        return importlib.util.find_spec(framework) is not None
-    except (ImportError, ValueError):   # hidden, or a stand-in for it
-        return False
+    found = []
+    for name, entry in ENTRIES.items():
+        # An error: it is hidden, or there is a stand-in for it.
+        with contextlib.suppress(ImportError, ValueError):
+            if importlib.util.find_spec(entry.framework) is not None:
+                found.append(name)
+    return found
 
 
 def loaded_backends() -> list[Backend]:

@@ -419,18 +419,15 @@ class Network(Probe, Protocol):
         own = self.state()
         missing = [name for name in own if name not in values]
         unknown = [name for name in values if name not in own]
-        wrong = [f"{name}: {getattr(x, 'shape', type(x).__name__)} instead of "
-                 f"shape {tuple(own[name].shape)}"
+        wrong = [f"{name} {getattr(x, 'shape', type(x).__name__)}"
                  for name, x in values.items() if name in own
                  and getattr(x, "shape", None) != own[name].shape]
-        if strict:
-            wrong += [f"missing {name}" for name in missing]
-            wrong += [f"unknown {name}" for name in unknown]
-        if wrong:
+        if wrong or strict and (missing or unknown):
             raise RuntimeError(
                 "a state_dict is that of a network with the same layers; "
-                f"received {'; '.join(wrong)}. Use what state_dict of such a "
-                "network gave, or strict=False for names.")
+                f"received other shapes of {wrong}, unknown {unknown}, and "
+                f"none of {missing}. Use what state_dict of such a network "
+                "gave, or strict=False for names.")
         # Copies first: these may be the network's own arrays.
         copies = {name: self.backend.put(x, own[name])
                   for name, x in values.items() if name in own}

@@ -3,7 +3,6 @@
 A check returns nothing and raises; the other functions make an exception for
 their caller to raise.
 """
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -282,30 +281,3 @@ def wrong_dtype(own: str, received: Sequence[str]) -> TypeError:
         f"{', '.join(received)}. Convert the data first: "
         f"X.astype('{own}') in NumPy, or mgpu.put(x, device, "
         f"dtype='{own}').")
-
-
-def explain_dtype(error: Exception, words: str, inputs: Iterable[str],
-                  own: Iterable[str]) -> None:
-    """TypeError if an engine's `error` has one of the `words` that it uses
-    about dtypes (a regular expression), and one of the `inputs` of a network
-    has a dtype other than its `own`."""
-    own = sorted({x for x in own if "float" in x})
-    given = {*inputs}
-    others = sorted(given - {*own})
-    if own and others and re.search(words, str(error)):
-        named = set(re.findall(r"\bfloat(?:16|32|64)\b", re.sub(
-            r"\b[Dd]ouble\b", "float64", str(error))))
-        if made := sorted(named - given - {*own}):
-            raise own_constant(own[0], made, others) from error
-        raise wrong_dtype(own[0], others) from error
-
-
-def own_constant(own: str, made: Sequence[str], given: Sequence[str]
-                 ) -> TypeError:
-    """A network makes arrays of a dtype that nobody gave it."""
-    return TypeError(
-        f"a network makes its own arrays in its own dtype, {own}; received "
-        f"{', '.join(made)} from its code (its inputs are "
-        f"{', '.join(given)}). Write no dtype into the code, as in "
-        f"arange(n, dtype='{made[0]}'): take that of another array, or cast "
-        "the result.")

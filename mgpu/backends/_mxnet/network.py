@@ -202,15 +202,7 @@ class MXNetNetwork(NetworkLayers):
         the inputs."""
         with self.backend.family_of(next(
                 (x for x in inputs if x is not None), None)):
-            try:
-                return net(*inputs)
-            except mx.MXNetError as error:
-                messages.explain_dtype(
-                    error, r"type|expected (\w+\d|unknown), got \w", [  # bool
-                        np.dtype(x.dtype).name for x in inputs
-                        if isinstance(x, mx.nd.NDArray)],
-                    {spec.dtype for spec in self.specs()})
-                raise
+            return net(*inputs)
 
     def values(self) -> dict[str, np.ndarray] | None:
         self._copies.statistics.settle()

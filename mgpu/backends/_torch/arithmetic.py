@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from mgpu.backends import base, messages
-from mgpu.backends._torch.graph import recomputing
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 INSTANCE_NORMS = (nn.modules.instancenorm._InstanceNorm,)
@@ -51,18 +50,8 @@ class NoFunctionalBatchNorm(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-#: how many numbers `take_number` has taken from each default stream
-TAKEN: dict[torch.device, int] = {}
-
-
-class _Taking(threading.local):
-    now = False
-
-
-#: whether this thread is inside of `take_number`
-TAKING = _Taking()
-#: lists that get where the default stream is when a layer takes a mask
-MET: list[list[Any]] = []
+#: `.now`: whether this thread is inside of `take_number`
+TAKING = threading.local()
 
 
 def is_gluons_dropout(layer: nn.Module) -> bool:
@@ -174,8 +163,6 @@ def batch_norm_forward(layer: nn.Module, path: str,
 def take_number(device: torch.device) -> int:
     """A number from torch's default stream, which a checkpoint sets again,
     so that what is computed again finds its own."""
-    if not recomputing():
-        TAKEN[device] = TAKEN.get(device, 0) + 1
     TAKING.now = True
     try:
         return int(torch.randint(1 << 62, (), device=device))
@@ -240,8 +227,6 @@ def masked_forward(layer: nn.Module, draw: base.DrawMask, index: int,
         leading = 0 if gluons else _leading(layer, x)
         axes = tuple(layer.axes) if gluons \
             else tuple(range(leading, x.dim())) if leading else ()
-        for met in MET:
-            met.append(torch.get_rng_state().numpy())
         if generator() is not None:
             return without(x) * draw(x, layer.p, axes, index)
         number = take_number(x.device)

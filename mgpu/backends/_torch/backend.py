@@ -14,7 +14,6 @@ from mgpu.arguments import integer
 from mgpu.backends import base, messages
 from mgpu.backends._allocator import keep_freed_memory
 from mgpu.backends._torch import modes, openmp, strict
-from mgpu.backends._torch.arithmetic import MET, TAKEN
 from mgpu.backends._torch.data_parallel import Arrays, DataParallel
 from mgpu.backends._torch.gradients import Gradients
 from mgpu.backends._torch.network import TorchNetwork, without_values
@@ -27,6 +26,8 @@ from mgpu.backends.scope import Scope
 
 _recording: ContextVar[bool] = ContextVar("mgpu_recording", default=False)
 _training: ContextVar[bool] = ContextVar("mgpu_training", default=False)
+
+_NOBODYS = 0x6D677075       # a seed that shows another one
 
 
 def _read_flags() -> tuple[bool, bool, bool]:
@@ -143,19 +144,15 @@ class TorchBackend(Gradients, base.Backend):
                    ) -> list[np.ndarray] | None:
         if strict.on() and not to_read:
             return None
-        views = []
         if to_read:     # NumPy has no bfloat16, but its bits
             arrays = [x.detach().view(torch.int16)
                       if x.dtype is torch.bfloat16 else x for x in arrays]
-        for x in arrays:
-            if x.is_cuda or x.layout is not torch.strided \
-                    or x.dtype is torch.bfloat16:
-                return None
-            if x.is_contiguous():       # so that reshape does not copy
-                views.append(_bytes(x) if to_read
-                             else x.detach().numpy().reshape(-1))
-        if len(views) == len(arrays):
-            return views
+        if any(x.is_cuda or x.layout is not torch.strided
+               or x.dtype is torch.bfloat16 for x in arrays):
+            return None
+        if all(x.is_contiguous() for x in arrays):
+            return [_bytes(x) if to_read else x.detach().numpy().reshape(-1)
+                    for x in arrays]
         if any(x.stride() != arrays[0].stride() for x in arrays):
             return [x.detach().numpy().reshape(-1)
                     for x in arrays] if to_read else None
@@ -231,7 +228,7 @@ class TorchBackend(Gradients, base.Backend):
         autocast = [(kind, torch.get_autocast_dtype(kind))
                     for kind in ("cpu", "cuda")
                     if torch.is_autocast_enabled(kind)]
-        checks, carried = strict.carried(), modes.carried(watching)
+        carried = modes.carried(watching)
 
         @contextlib.contextmanager
         def all_modes() -> Iterator[None]:
@@ -241,8 +238,6 @@ class TorchBackend(Gradients, base.Backend):
                 for kind, dtype in autocast:
                     stack.enter_context(torch.autocast(kind, dtype))
                 stack.enter_context(torch.set_grad_enabled(grad))
-                for check in checks:
-                    stack.enter_context(check)
                 stack.enter_context(carried())
                 yield
         return all_modes
@@ -283,15 +278,13 @@ class TorchBackend(Gradients, base.Backend):
         return _Through.apply(x, after, self, forth, back)
 
     def export_streams(self) -> dict[str, np.ndarray]:
-        found = {"seed": np.array(str(self._seed)),
-                 "cpu 0 default": torch.get_rng_state().numpy()}
-        if torch.cuda.is_initialized():
-            found |= {f"gpu {i} default": state.numpy() for i, state
-                      in enumerate(torch.cuda.get_rng_state_all())}
-        for (device, use), generator in self._generators.items():
-            found[f"{device.kind} {device.index} {use}"] = \
-                generator.get_state().numpy()
-        return found
+        cpu, *gpus = default_generators()
+        streams = {(base.Device("cpu"), "default"): cpu, **{
+            (base.Device("gpu", i), "default"): gpu
+            for i, gpu in enumerate(gpus)}, **self._generators}
+        return {"seed": np.array(str(self._seed)), **{
+            f"{device.kind} {device.index} {use}": stream.get_state().numpy()
+            for (device, use), stream in streams.items()}}
 
     @contextlib.contextmanager
     def full_precision(self) -> Iterator[None]:
@@ -309,43 +302,18 @@ class TorchBackend(Gradients, base.Backend):
     def draws(self, thunk, devices):
         for device in devices:      # which a first pass would make
             self.generator(device), self.generator(device, "functional")
-        put_back = self.fit_streams(self.export_streams())
-        # To where no pass before it has set them.
-        for generator in (*default_generators(), *self._generators.values()):
-            torch.rand((), generator=generator, device=generator.device)
-        before = self.export_streams()
-        TAKEN.clear()
-        MET.append([])
+        put_back = self._kept_streams()
+        own = list(self._generators.values())
         try:
-            with Draws() as seen:       # of a stream that is put back
+            for generator in (*default_generators(), *own):
+                generator.manual_seed(_NOBODYS)
+            with Draws(own) as seen:
                 made = thunk()
-            after = self.export_streams()
+                torch.empty(0)      # looks once more
         finally:
-            met = MET.pop()
+            new = list(self._generators.values()) != own
             put_back()
-        return made, seen.found or any(
-            not self._is_reached(name, x, after.get(name))
-            for name, x in before.items()) or any(
-            not any(self._is_reached(name, x, state)
-                    for name, x in before.items() if name != "seed")
-            for state in met)       # set for a while
-
-    def _is_reached(self, name: str, before: np.ndarray, after: Any) -> bool:
-        """Whether no more than `take_number` has moved a stream."""
-        if np.array_equal(before, after):
-            return True
-        if name == "seed":
-            return False
-        kind, index, _ = name.split()
-        generator = torch.Generator(self.handle(
-            base.Device(("cpu", "gpu")[kind == "gpu"], int(index))))
-        generator.set_state(torch.from_numpy(before.copy()))
-        for _ in range(TAKEN.get(generator.device, 0)):
-            torch.randint(1 << 62, (), generator=generator,
-                          device=generator.device)
-            if np.array_equal(generator.get_state().numpy(), after):
-                return True
-        return False
+        return made, seen.found or new
 
     def fit_streams(self, streams: Mapping[str, np.ndarray]
                     ) -> Callable[[], None]:
@@ -371,8 +339,7 @@ class TorchBackend(Gradients, base.Backend):
         return put_back
 
     def _kept_streams(self) -> Callable[[], None]:
-        streams = self.export_streams()
-        return lambda: self.fit_streams(streams)()
+        return self.fit_streams(self.export_streams())
 
     def drawing(self, stop: Sequence[Any]
                 ) -> Callable[[], base.ContextManager]:
@@ -435,9 +402,7 @@ class TorchBackend(Gradients, base.Backend):
 
     def gluonize(self, net: Any, on: bool = True) -> Any:
         from mgpu.backends._torch.gluonize import gluonize
-        if not isinstance(net, torch.nn.Module):
-            raise messages.not_a_network(net, self.name, "torch.nn.Module")
-        return gluonize(net, on)
+        return gluonize(self.network(net).net, on)
 
     def model(self, name: str, **options: int) -> Any:
         from mgpu.backends._torch.models import MODELS
@@ -459,18 +424,15 @@ class TorchBackend(Gradients, base.Backend):
     # -- advice -------------------------------------------------------------
 
     def doctor(self) -> list[tuple[str, str]]:
-        found = []
-        cuda = torch.version.cuda
-        if cuda is None:
+        found = [("info", f"GPU {i}: {torch.cuda.get_device_name(i)}")
+                 for i in range(torch.cuda.device_count())]
+        if torch.version.cuda is None:
             found.append(("info", "this build of torch is for CPUs only; for "
                           "one with CUDA see pytorch.org, Get Started."))
         elif not torch.cuda.is_available():
-            found.append(("warning", f"torch is built for CUDA {cuda} and "
-                          "finds no GPU; run nvidia-smi to see whether the "
-                          "driver finds one."))
-        for i in range(torch.cuda.device_count()):
-            found.append(("info", f"GPU {i}: "
-                          f"{torch.cuda.get_device_name(i)}"))
+            found.append(("warning", "torch is built for CUDA "
+                          f"{torch.version.cuda} and finds no GPU; run "
+                          "nvidia-smi to see whether the driver finds one."))
         if environment.logical_gpus() and not self.num_gpus():
             found.append(("warning", "MGPU_LOGICAL_GPUS is set, and there is "
                           "no physical GPU that logical ones could share."))

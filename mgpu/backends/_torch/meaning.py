@@ -163,8 +163,9 @@ class GluonMeaning(Meaning):
 
     def call(self, i: int, net: nn.Module, args: Any, kwargs: Any) -> Any:
         network = self._network
-        options, given = network.options, (*args, *kwargs.values())
-        network.backend.check_inputs(given, self._devices[i])
+        options = network.options
+        network.backend.check_inputs((*args, *kwargs.values()),
+                                     self._devices[i])
         if options.channels_last:
             args = tuple(map(channels_last, args))
             kwargs = {name: channels_last(x) for name, x in kwargs.items()}
@@ -173,13 +174,9 @@ class GluonMeaning(Meaning):
                 stack.enter_context(block)
             if i in self._passes:
                 self._passes[i].begins()
-            try:
-                output = net(*args, **kwargs) if self._key is None \
-                    else self._compiled(self._key, self._tickets[i], net,
-                                        args, kwargs)
-            except (RuntimeError, ValueError) as error:
-                network.explain(error, given)
-                raise
+            output = net(*args, **kwargs) if self._key is None \
+                else self._compiled(self._key, self._tickets[i], net, args,
+                                    kwargs)
         return output if options.autocast is None \
             else widened(options, output)
 

@@ -60,7 +60,8 @@ def carried(others: bool) -> Callable[[], base.ContextManager]:
     functions = _functions()
     if not others:
         functions = [x for x in functions if isinstance(x, DeviceContext)]
-    operations = (_operations() if others else []) + _draws()
+    operations = [*strict.carried(), *(_operations() if others else ()),
+                  *_draws()]
     hooks = saving() if others else None
     if not (functions or operations or hooks):
         return contextlib.nullcontext

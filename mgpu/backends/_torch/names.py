@@ -1,13 +1,14 @@
 """Names and kinds of a torch module's arrays, in Gluon's terms."""
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mgpu.backends._torch.arithmetic import BATCH_NORMS
+from mgpu.backends.base import STATISTICS
 
 NORMS = (*BATCH_NORMS, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm,
          nn.GroupNorm)
@@ -30,13 +31,37 @@ def suffix_of(module: nn.Module, name: str) -> str:
         else gluon
 
 
-def kind_of(module: nn.Module, name: str, p: torch.Tensor) -> str:
-    """`Spec.kind` of the parameter `p`, which `module` calls `name`."""
-    if isinstance(module, NORMS) and name in _GLUON:
-        return _GLUON[name]
-    if not _DRAWN.fullmatch(name) or isinstance(module, nn.RMSNorm):
+class Entry(NamedTuple):
+    """A parameter or buffer of a network, where it is found first."""
+
+    path: str
+    module: nn.Module
+    key: str            # what the module calls it
+    tensor: torch.Tensor
+    table: str          # of the module: "_parameters" or "_buffers"
+
+    @property
+    def own_name(self) -> str:
+        """Its name in `state_dict`."""
+        return joined(self.path, self.key)
+
+    @property
+    def name(self) -> str:
+        """Its name in mgpu."""
+        return joined(self.path, suffix_of(self.module, self.key))
+
+
+def kind_of(entry: Entry) -> str:
+    """Its `Spec.kind`."""
+    _, module, key, p, table = entry
+    if table == "_buffers":
+        return key if isinstance(module, NORMS) and key in STATISTICS \
+            else "other"
+    if isinstance(module, NORMS) and key in _GLUON:
+        return _GLUON[key]
+    if not _DRAWN.fullmatch(key) or isinstance(module, nn.RMSNorm):
         return "unknown"
-    if "bias" in name:
+    if "bias" in key:
         return "bias"
     # A vector of weights scales a layer; a PReLU's has a rule of its own.
     scale = not is_lazy(p) and p.dim() < 2 and not isinstance(module,
@@ -44,17 +69,22 @@ def kind_of(module: nn.Module, name: str, p: torch.Tensor) -> str:
     return "unknown" if scale else "weight"
 
 
-def walk(net: nn.Module, which: str) -> Iterator[Any]:
-    """Yield (path, module, own name, tensor), each tensor once."""
+def parameters_of(net: nn.Module, table: str = "_parameters"
+                  ) -> Iterator[Entry]:
+    """Those of a network, each once."""
     seen = set()
     for path, module in net.named_modules():
-        for name, tensor in getattr(module, which).items():
+        for key, tensor in getattr(module, table).items():
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield path, module, name, tensor
+                yield Entry(path, module, key, tensor, table)
+
+
+def entries_of(net: nn.Module) -> list[Entry]:
+    """The parameters, then the buffers."""
+    return [*parameters_of(net), *parameters_of(net, "_buffers")]
 
 
 def arrays_of(net: nn.Module) -> list[torch.Tensor]:
-    """The parameters, then the buffers, each tensor once."""
-    return [tensor for which in ("_parameters", "_buffers")
-            for *_, tensor in walk(net, which)]
+    """The tensors of `entries_of`."""
+    return [entry.tensor for entry in entries_of(net)]

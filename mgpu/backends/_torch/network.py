@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from mgpu.backends import base, messages
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
@@ -25,8 +24,9 @@ from mgpu.backends._torch.layers import Between, describe
 from mgpu.backends._torch.meaning import (GluonMeaning, autocast,
                                           channels_last, innermost,
                                           watch_layer)
-from mgpu.backends._torch.names import (NORMS, arrays_of, joined, kind_of,
-                                        suffix_of, walk)
+from mgpu.backends._torch.names import (Entry, arrays_of, entries_of,
+                                        joined, kind_of, parameters_of,
+                                        suffix_of)
 from mgpu.backends._torch.ops import dtype_of, name_of_dtype
 from mgpu.backends._torch.own_step import MaskedFunctions, TorchParts
 from mgpu.backends._torch.streams import watch
@@ -51,36 +51,26 @@ class TorchNetwork(base.Network):
         self.seen: base.LayerCallback | None = None
         self.options = base.Options()
         self.float32: base.Float32Functions = base.Float32Functions()
-        self._owners: list[tuple[dict[str, Any], str]] = []
-        self._placed: list[str] = []        # the names in mgpu of these
+        self._placed: list[Entry] = []
         self._copies: DeviceCopies
 
     def specs(self) -> list[base.Spec]:
-        found = []
-        for path, module, name, p in walk(self.net, "_parameters"):
-            own = ("constant", {"value": 0.25}) \
-                if isinstance(module, nn.PReLU) else None
-            found.append(base.Spec(
-                joined(path, suffix_of(module, name)),
-                kind_of(module, name, p), _shape(p), name_of_dtype(p),
-                self.backend.grad_req(p), own))
-        for path, module, name, b in walk(self.net, "_buffers"):
-            kind = name if isinstance(module, NORMS) \
-                and name in base.STATISTICS else "other"
-            found.append(base.Spec(joined(path, name), kind, _shape(b),
-                                   name_of_dtype(b), "null"))
-        return found
+        return [base.Spec(
+            e.name, kind_of(e), None if is_lazy(e.tensor)
+            else tuple(e.tensor.shape), name_of_dtype(e.tensor),
+            "null" if e.table == "_buffers"
+            else self.backend.grad_req(e.tensor),
+            ("constant", {"value": 0.25}) if e.table == "_parameters"
+            and isinstance(e.module, nn.PReLU) else None)
+            for e in entries_of(self.net)]
 
     def gluon_names(self) -> dict[str, str]:
         names = getattr(self.net, "gluon_names", None)
         if names is None:
             raise TypeError("only a network of from_gluon knows Gluon's "
                             f"names; received {type(self.net).__name__}.")
-        keys = [joined(path, name) for kind in ("_parameters", "_buffers")
-                for path, _, name, _ in walk(self.net, kind)]
-        return {spec.name: names[key].partition(":")[2]
-                for key, spec in zip(keys, self.specs(), strict=True)
-                if key in names}
+        return {e.name: names[e.own_name].partition(":")[2]
+                for e in entries_of(self.net) if e.own_name in names}
 
     def grad_req(self, number: int) -> str:
         return self.backend.grad_req(self.array(number))
@@ -110,7 +100,6 @@ class TorchNetwork(base.Network):
     @_to_be_trained
     def infer_shapes(self, inputs, device) -> None:
         home, make_lazy = self.devices()[0], _lazy_layers(self.net)
-        given = base.apart(inputs)
         self.net.to(self.backend.handle(device))
         flags = {m: m.training for m in self.net.modules()}
         watch.turn(True)    # one thread completes, and the others wait
@@ -118,25 +107,14 @@ class TorchNetwork(base.Network):
             self.net.eval()
             with torch.no_grad():
                 base.forward_call(self.net, inputs)()
-        except BaseException as error:      # an input that does not fit
+        except BaseException:       # an input that does not fit
             make_lazy()
             self.net.to(home)
-            if isinstance(error, (RuntimeError, ValueError)):
-                self.explain(error, given)
             raise
         finally:
             watch.turn(False)
             for module, flag in flags.items():
                 module.training = flag
-
-    def explain(self, error: Exception, inputs: Any) -> None:
-        """Raise torch's error about a dtype of `inputs` in mgpu's words."""
-        messages.explain_dtype(
-            error, r"(?s)^(?!.*'indices').*(dtype|[Ss]calar type|Input type|"
-            "[Pp]romoti|not implemented for)", [     # indices: no floats
-                name_of_dtype(x) for x in tree_leaves(inputs)
-                if isinstance(x, torch.Tensor)],
-            [spec.dtype for spec in self.specs()])
 
     def values(self) -> dict[str, np.ndarray] | None:
         specs = self.specs()
@@ -146,14 +124,12 @@ class TorchNetwork(base.Network):
                 for spec, array in zip(specs, arrays_of(self.net))}
 
     def missing(self) -> set[str]:
-        return {joined(path, suffix_of(module, name))
-                for path, module, name, p in walk(self.net, "_parameters")
-                if hasattr(module, _WITHOUT_VALUES)
-                and bool(p.isnan().all())}
+        return {e.name for e in parameters_of(self.net)
+                if hasattr(e.module, _WITHOUT_VALUES)
+                and bool(e.tensor.isnan().all())}
 
     def own_names(self) -> list[str]:
-        return [joined(path, name) for which in ("_parameters", "_buffers")
-                for path, _, name, _ in walk(self.net, which)]
+        return [e.own_name for e in entries_of(self.net)]
 
     def state(self) -> dict[str, Any]:
         return self.net.state_dict()
@@ -184,13 +160,11 @@ class TorchNetwork(base.Network):
     def shares(self, other: Any) -> list[str]:
         theirs = set(map(id, other.parameters())) \
             if isinstance(other, nn.Module) else set()
-        return [joined(path, suffix_of(module, name))
-                for path, module, name, p in walk(self.net, "_parameters")
-                if id(p) in theirs]
+        return [e.name for e in parameters_of(self.net)
+                if id(e.tensor) in theirs]
 
     def names_of(self, parameters) -> list[str | None]:
-        names = dict(zip(map(id, arrays_of(self.net)),
-                         (spec.name for spec in self.specs())))
+        names = {id(e.tensor): e.name for e in entries_of(self.net)}
         return [names.get(id(p)) for p in parameters]
 
     def defer(self, devices, draws) -> bool:
@@ -221,10 +195,9 @@ class TorchNetwork(base.Network):
         sparse = [joined(path, "weight") for path, m in tables if m.sparse]
         if sparse:
             raise messages.sparse_gradient(sparse)
-        other = [joined(path, name) for of in ("_parameters", "_buffers")
-                 for path, _, name, x in walk(self.net, of)
-                 if x.layout is not torch.strided or x.is_complex()
-                 or "float8" in str(x.dtype)]
+        other = [e.own_name for e in entries_of(self.net)
+                 if e.tensor.layout is not torch.strided
+                 or e.tensor.is_complex() or "float8" in str(e.tensor.dtype)]
         if other:
             raise ValueError(
                 "parameters and buffers are dense arrays of real numbers; "
@@ -271,10 +244,9 @@ class TorchNetwork(base.Network):
     def place(self, devices: Sequence[Any]) -> None:
         requests = [spec.grad_req for spec in self.specs()]
         self.net.to(self.backend.handle(devices[0]))
-        if self.options.channels_last:
-            for array in arrays_of(self.net):
-                array.data = channels_last(array.data)
         for array, request in zip(arrays_of(self.net), requests, strict=True):
+            if self.options.channels_last:
+                array.data = channels_last(array.data)
             if request != "null":
                 self.backend.attach_grad(array, request)
         if all(m.training for m in self.net.modules()):
@@ -282,22 +254,20 @@ class TorchNetwork(base.Network):
             self.net.train()
         meaning = GluonMeaning(self, devices)
         meaning.allocated(0, arrays_of(self.net))
-        self._owners = [(getattr(m, of), name)
-                        for of in ("_parameters", "_buffers")
-                        for _, m, name, _ in walk(self.net, of)]
-        self._placed = [spec.name for spec in self.specs()]
+        self._placed = entries_of(self.net)
         self._copies = DeviceCopies(
             self.net, [self.backend.handle(d) for d in devices],
             self.backend.run, meaning=meaning)
 
     def array(self, number: int) -> Any:
-        if not self._owners:
+        if not self._placed:
             return arrays_of(self.net)[number]
         # Looked up in every call: a user may replace the tensor.
-        owner, name = self._owners[number]
-        if owner.get(name) is None:
-            raise messages.changed_layers([self._placed[number]])
-        return owner[name]
+        entry = self._placed[number]
+        found = getattr(entry.module, entry.table).get(entry.key)
+        if found is None:
+            raise messages.changed_layers([entry.name])
+        return found
 
     def arrays(self, number: int) -> list[Any]:
         return self._copies.arrays(self.array(number))
@@ -322,11 +292,10 @@ class TorchNetwork(base.Network):
                 for path, m in self.net.named_modules() if _has_extra(m)]
 
     def extra_states(self) -> dict[str, Any]:
-        known = {(id(owner), name) for owner, name in self._owners}
-        late = [joined(path, name)
-                for path, m, name, _ in walk(self.net, "_buffers")
-                if (id(m._buffers), name) not in known
-                and name not in m._non_persistent_buffers_set]
+        known = {e.own_name for e in self._placed}
+        late = [e.own_name for e in parameters_of(self.net, "_buffers")
+                if e.own_name not in known
+                and e.key not in e.module._non_persistent_buffers_set]
         if late:
             raise ValueError(
                 "a checkpoint holds the buffers that are there at "
@@ -370,9 +339,7 @@ class TorchNetwork(base.Network):
         return True
 
     def layers(self) -> list[base.Layer]:
-        names = {id(tensor): joined(path, suffix_of(module, own))
-                 for which in ("_parameters", "_buffers")
-                 for path, module, own, tensor in walk(self.net, which)}
+        names = {id(e.tensor): e.name for e in entries_of(self.net)}
         return [base.Layer(path, *describe(module), tuple(
                     names[id(x)] for which in ("parameters", "buffers")
                     for x in getattr(module, which)()))
@@ -454,18 +421,15 @@ class TorchNetwork(base.Network):
             or bool(self.net.get_submodule(path).training)
 
     def own_parts(self, parts) -> TorchParts:
-        paths = {joined(path, name): joined(path, suffix_of(module, name))
-                 for path, module, name, _ in walk(self.net, "_parameters")}
         inside = [path for path, module in self.net.named_modules()
                   if isinstance(module, (nn.RNNBase, nn.MultiheadAttention))
                   and module.dropout]
         if inside:
             raise messages.dropout_inside(inside)
-        named = {name: self.net.get_parameter(path)
-                 for path, name in paths.items()}
-        paths |= {joined(path, name): joined(path, name)
-                  for path, _, name, _ in walk(self.net, "_buffers")}
-        return TorchParts(named, paths, parts, list(self.net.modules()))
+        return TorchParts(
+            {e.name: e.tensor for e in parameters_of(self.net)},
+            {e.own_name: e.name for e in entries_of(self.net)}, parts,
+            list(self.net.modules()))
 
     @contextlib.contextmanager
     def use_batch_norm(self, normalise, run) -> Iterator[None]:
@@ -490,10 +454,6 @@ class TorchNetwork(base.Network):
 
 def _has_extra(m: nn.Module) -> bool:
     return type(m).get_extra_state is not nn.Module.get_extra_state
-
-
-def _shape(x: Any) -> tuple[int, ...] | None:
-    return None if is_lazy(x) else tuple(x.shape)
 
 
 # An attribute of modules whose parameters begin as NaN. NaN stays through a

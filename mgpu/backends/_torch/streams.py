@@ -321,16 +321,19 @@ class Turns:
 
 
 class Draws(TorchDispatchMode):
-    """Notices operations that draw from torch's default streams, also where
-    the stream is put back behind them.
+    """Notices operations that draw from torch's default streams or from
+    those of `own`, or that run where one has been seeded; also where it is
+    put back behind them.
 
     Attributes
     ----------
     found : bool
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: Sequence[torch.Generator] = ()) -> None:
         super().__init__()
+        self._generators = [*default_generators(), *own]
+        self._seeds = self._read(torch.Generator.initial_seed)
         self.found = False
 
     @classmethod
@@ -338,19 +341,20 @@ class Draws(TorchDispatchMode):
         return False    # see strict.Mode
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        may = not self.found and not TAKING.now and \
+        may = not self.found and not getattr(TAKING, "now", False) and \
             torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        before = _states() if may else []
+        before = self._read(torch.Generator.get_state) if may else []
         result = func(*args, **(kwargs or {}))
         if may:     # rrelu does not draw where it predicts
-            self.found |= not all(map(torch.equal, before, _states()))
+            self.found |= not all(map(torch.equal, before, self._read(
+                torch.Generator.get_state)))
+        self.found |= self._read(torch.Generator.initial_seed) != self._seeds
         return result
+
+    def _read(self, what: Callable[[torch.Generator], Any]) -> list[Any]:
+        return list(map(what, self._generators))
 
 
 def default_generators() -> list[torch.Generator]:
     return [torch.default_generator, *(
         torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
-
-
-def _states() -> list[torch.Tensor]:
-    return [x.get_state() for x in default_generators()]

@@ -6,25 +6,17 @@ of an array are on its device. Several logical GPUs on one card are told apart
 in the same way.
 """
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mgpu.backends import messages
-from mgpu.backends._torch.weak import WeakTable
 from mgpu.backends.ledger import Ledgers
 
 _ledgers = Ledgers()
-
-# Devices by storage. Its address is not reused while there is a weak reference
-# to it.
-_labels = WeakTable()
-_writing = threading.Lock()
 
 #: operations whose other tensor arguments may lie on the host, as with CUDA
 _HOST_ARGUMENTS = {
@@ -35,27 +27,16 @@ _HOST_ARGUMENTS = {
 
 # -- which device a tensor is on ----------------------------------------------
 
-def _storage(x: torch.Tensor) -> Any:
-    try:
-        return x.untyped_storage()
-    except NotImplementedError:     # sparse tensors have none
-        return None
-
-
 def device_of(x: torch.Tensor) -> Any:
     """The logical `Device` of `x`, or None if it is not known."""
-    storage = _storage(x)
-    return None if storage is None else _labels.get(storage._cdata)
+    with contextlib.suppress(NotImplementedError):      # sparse: no storage
+        # torch keeps this object as long as the memory lives.
+        return getattr(x.untyped_storage(), "mgpu_device", None)
 
 
 def _label(x: torch.Tensor, device: Any) -> None:
-    storage = _storage(x)
-    if storage is not None:
-        with _writing:
-            if device is None:
-                _labels.pop(storage._cdata)
-            else:
-                _labels.put(storage._cdata, StorageWeakRef(storage), device)
+    with contextlib.suppress(NotImplementedError):
+        x.untyped_storage().mgpu_device = device
 
 
 def on() -> bool:
@@ -73,12 +54,16 @@ def place(tensors: Any, device: Any) -> None:
 def check(x: torch.Tensor, device: Any) -> None:
     """Refuse `x` as an input of the replica on `device` if it is elsewhere."""
     if on():
-        actual = device_of(x)
-        if actual is None:
-            if x.dim():
-                _label(x, device)
-        elif actual != device:
-            raise messages.wrong_device(device, actual)
+        _give(x, device)
+        if (device_of(x) or device) != device:
+            raise messages.wrong_device(device, device_of(x))
+
+
+def _give(x: torch.Tensor, device: Any) -> None:
+    """Let an array of no known device be on `device`. A number stays on the
+    host."""
+    if device is not None and x.dim() and device_of(x) is None:
+        _label(x, device)
 
 
 # -- copies -------------------------------------------------------------------
@@ -99,10 +84,11 @@ class _Put(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, copy, source, target):
         ctx.source, ctx.target, ctx.ledgers = source, target, _ledgers.active()
-        ctx.form = x.device, x.dtype
         y = copy(x)
+        ctx.form = getattr(x, "device", None), getattr(x, "dtype", None)
         _label(y, target)
-        _count(ctx.ledgers, source, target, y)
+        if target is not None:
+            _count(ctx.ledgers, source, target, y)
         return y
 
     @staticmethod
@@ -120,14 +106,7 @@ def put(copy: Callable[[Any], torch.Tensor], x: Any, where: Any
     """Call ``copy(x)``, whose result is on `where`: a Device or a tensor."""
     target = device_of(where) if isinstance(where, torch.Tensor) else where
     source = device_of(x) if isinstance(x, torch.Tensor) else None
-    if isinstance(x, torch.Tensor) and x.requires_grad \
-            and torch.is_grad_enabled():
-        return _Put.apply(x, copy, source, target)
-    y = copy(x)
-    _label(y, target)
-    if target is not None:
-        _count(_ledgers.active(), source, target, y)
-    return y
+    return _Put.apply(x, copy, source, target)
 
 
 def moved(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -160,60 +139,42 @@ class Mode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = func._schema.name
-        if name == "aten::copy_":
-            self._copy(*args[:2])
+        kwargs, name = kwargs or {}, func._schema.name
+        if name in ("aten::copy_", "aten::_foreach_copy_"):
+            pairs = [args[:2]] if name == "aten::copy_" else zip(*args[:2])
+            for into, x in pairs:
+                self._copy(into, x)
             return func(*args, **kwargs)
-        if name == "aten::_foreach_copy_":
-            for pair in zip(*args[:2], strict=True):
-                self._copy(*pair)
-            return func(*args, **kwargs)
-        if name.startswith(("aten::_foreach_", "aten::_fused_")):
-            # Lists with one entry per tensor, of any devices: row by row.
-            lists = [a for a in (*args, *kwargs.values())
-                     if isinstance(a, (list, tuple)) and a
-                     and isinstance(a[0], torch.Tensor)]
-            homes = [self._home(name, row) for row in zip(*lists)]
-            result = func(*args, **kwargs)
-            for x, home in zip(result or (), homes):
-                self._inherit(x, home)
-            return result
-        home = self._home(name, tree_leaves((args, kwargs)))
+        each = name.startswith(("aten::_foreach_", "aten::_fused_"))
+        # Lists with one entry per tensor, of any devices: row by row.
+        rows = list(zip(*(a for a in (*args, *kwargs.values())
+                          if isinstance(a, (list, tuple)) and a
+                          and isinstance(a[0], torch.Tensor)))) \
+            if each else [tree_leaves((args, kwargs))]
+        homes = [self._home(name, row) for row in rows]
         result = func(*args, **kwargs)
-        if home is not None:
-            for x in tree_leaves(result):
-                self._inherit(x, home)
+        made = (result or ()) if each else tree_leaves(result)
+        for x, home in zip(made, homes if each else homes * len(made)):
+            if home is not None and isinstance(x, torch.Tensor) \
+                    and device_of(x) is None:
+                _label(x, home)
         return result
-
-    @staticmethod
-    def _inherit(x: Any, home: Any) -> None:
-        if home is not None and isinstance(x, torch.Tensor) \
-                and device_of(x) is None:
-            _label(x, home)
 
     def _home(self, name: str, inputs: Any) -> Any:
         """The one device of `inputs`, or None if no device is known."""
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-        devices = [device_of(x) for x in tensors]
-        home = next((d for d in devices if d is not None), None)
-        if home is None:
-            return None
-        if any(d is not None and d != home for d in devices):
-            self._ledger.refuse(name.replace("aten::", ""), [
-                (d, x.shape) for x, d in zip(tensors, devices)
-                if d is not None])
-        if name not in _HOST_ARGUMENTS:
-            for x, d in zip(tensors, devices):
-                if d is None and x.dim():
-                    _label(x, home)
+        known = [(d, x.shape) for x in tensors if (d := device_of(x))]
+        home = known[0][0] if known else None
+        if any(d != home for d, _ in known):
+            self._ledger.refuse(name.replace("aten::", ""), known)
+        for x in () if name in _HOST_ARGUMENTS else tensors:
+            _give(x, home)
         return home
 
     def _copy(self, into: torch.Tensor, x: torch.Tensor) -> None:
         source, target = device_of(x), device_of(into)
         if target is None:
-            if source is not None and into.dim():
-                _label(into, source)
+            _give(into, source)
         elif source is not None or x.dim():
             self._ledger.copy(source, target, x.numel() * into.element_size())
 
