@@ -2,6 +2,9 @@
 import collections
 import copy
 import dataclasses
+import functools
+import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -102,3 +105,71 @@ def arrays_in(x: Any, is_array: Callable[[Any], bool]) -> list[Any]:
     found = parts(x)
     return [array for value in found[1]
             for array in arrays_in(value, is_array)] if found else []
+
+
+# -- what functions hold besides ----------------------------------------------
+
+#: makes an object of others than it holds, in their order
+Make = Callable[[list[Any]], Any]
+
+
+def opened(x: Any, roots: tuple[type, ...]) -> tuple[list[Any], Make | None]:
+    """What a container, partial, closure, bound method or weak reference
+    holds, and what makes one like it; nothing and None for other objects.
+
+    `roots` are the types of modules and arrays: no other object has methods
+    and weak references that are made again.
+    """
+    if isinstance(x, functools.partial):
+        count = 1 + len(x.args)
+        return [x.func, *x.args, *x.keywords.values()], lambda new: \
+            functools.partial(*new[:count],
+                              **dict(zip(x.keywords, new[count:])))
+    if isinstance(x, types.FunctionType):
+        cells = [*filter(_is_filled, x.__closure__ or ())]
+        return [cell.cell_contents for cell in cells], \
+            functools.partial(_function_like, x, cells)
+    if isinstance(x, types.MethodType):
+        return [x.__self__] if isinstance(x.__self__, roots) else [], \
+            lambda new: types.MethodType(x.__func__, *new)
+    if isinstance(x, weakref.WeakMethod):
+        held, make = opened(x(), roots)
+        return held, make and (lambda new: weakref.WeakMethod(make(new)))
+    if isinstance(x, weakref.ref):
+        return [x()] if isinstance(x(), roots) else [], \
+            lambda new: weakref.ref(*new)
+    if isinstance(x, (set, frozenset)):
+        return [*x], type(x)
+    found = parts(x)
+    if found is None:
+        return [], None
+    if isinstance(x, dict):
+        return found[1] + found[0], functools.partial(_dict_like, x)
+    return found[1], functools.partial(rebuild, x, found[0])
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _function_like(x: types.FunctionType, cells: list[types.CellType],
+                   new: list[Any]) -> types.FunctionType:
+    # Unchanged cells are shared: counters by `nonlocal` go on.
+    other = {id(cell): types.CellType(value) for cell, value in zip(
+        cells, new) if value is not cell.cell_contents}
+    made = types.FunctionType(
+        x.__code__, x.__globals__, x.__name__, x.__defaults__,
+        tuple(other.get(id(cell), cell) for cell in x.__closure__ or ()))
+    made.__kwdefaults__ = x.__kwdefaults__
+    made.__dict__.update(x.__dict__)
+    return made
+
+
+def _dict_like(x: dict[Any, Any], new: list[Any]) -> Any:
+    made = copy.copy(x)
+    made.clear()
+    made.update(zip(new[len(x):], new))
+    return made

@@ -4,8 +4,6 @@ import ctypes
 import functools
 import itertools
 import json
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -67,8 +65,6 @@ def _address(array: Any) -> int:
     return pointer.value or 0
 
 
-#: mx.cpu's type
-_CPU = mx.Context.devstr2type["cpu"]
 #: a function of C that needs no lock of Python's and does nothing
 _NOTHING = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p)
 #: MXNet's FnProperty::kAsync: where nothing has to be waited for, run by the
@@ -76,25 +72,16 @@ _NOTHING = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p)
 _AT_ONCE = ctypes.c_int(4)
 
 
-def _place(array: Any) -> tuple[int, int]:
-    """The device's type in MXNet's numbering, and its number; `NDArray.ctx`
-    takes three times as long."""
-    kind, index = ctypes.c_int(), ctypes.c_int()
-    mx.base.check_call(mx.base._LIB.MXNDArrayGetContext(
-        array.handle, ctypes.byref(kind), ctypes.byref(index)))
-    return kind.value, index.value
-
-
-def _settle(arrays: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
+def _settle(arrays: Sequence[Any]) -> None:
     """Wait for what is queued to read or write `arrays`; not for everything,
     as an error of another thread's work would be raised here, and only here.
 
-    As MXNDArrayWaitToWrite of each, at a quarter of the cost: an operation
-    that writes to the array and does nothing, and the wait for it.
+    As MXNDArrayWaitToWrite of each, at half of the cost: an operation that
+    writes to the array and does nothing, and the wait for it.
     """
-    for x, place in zip(arrays, places):
+    for x in arrays:
         mx.base.check_call(mx.base._LIB.MXEnginePushSyncND(
-            _NOTHING, None, None, native_context(*place), None, 0,
+            _NOTHING, None, None, native_context(1, 0), None, 0,
             (ctypes.c_void_p * 1)(x.handle.value), 1,
             ctypes.byref(_AT_ONCE), 0, b"mgpu: settle"))
     # Twice: a pass that has read a convolution's weight may have queued its
@@ -252,11 +239,10 @@ class MXNetBackend(base.Backend):
                    ) -> list[np.ndarray] | None:
         if strict.on() and not to_read:
             return None
-        places = [_place(x) for x in arrays]
-        if any(kind != _CPU for kind, _ in places) \
-                or any(x.stype != "default" for x in arrays):
+        if any(x.ctx.device_type != "cpu" or x.stype != "default"
+               for x in arrays):
             return None
-        _settle(arrays, places)
+        _settle(arrays)
         return [_host_view(_address(x), x.size, _dtype(x)) for x in arrays]
 
     def run_on_host_views(self, thunks, written) -> None:
@@ -271,8 +257,7 @@ class MXNetBackend(base.Backend):
         # The store takes legacy arrays; these are views of that family.
         legacy = [x.as_nd_ndarray() for x in arrays]
         store.init(0, legacy[0])
-        store.push(0, legacy)
-        store.pull(0, out=legacy)
+        store.pushpull(0, legacy, out=legacy)
 
     # -- gradients ----------------------------------------------------------
 
@@ -442,21 +427,19 @@ class MXNetBackend(base.Backend):
     def draws(self, thunk, devices):
         # What follows a seed tells whether anything came before it. MXNet
         # has a stream for `shuffle` and some others besides.
-        def following(before: Callable[[], Any]) -> tuple[Any, list[Any]]:
-            self.seed(seed)
-            made, found = before(), []
-            for device in devices:
-                context = self.handle(device)
-                found += [mx.nd.random.uniform(shape=1, ctx=context),
-                          mx.nd.shuffle(mx.nd.arange(32, ctx=context))]
-            return made, [x.asnumpy() for x in found]
+        def following() -> list[bytes]:
+            return [x.asnumpy().tobytes() for context in map(
+                self.handle, devices) for x in (
+                mx.nd.random.uniform(shape=1, ctx=context),
+                mx.nd.shuffle(mx.nd.arange(32, ctx=context)))]
         with self.scope(recording=False):
             seed = int(mx.nd.random.randint(0, 2 ** 31 - 1).asscalar())
-            _, expected = following(lambda: None)
-        made, found = following(thunk)
+            self.seed(seed)
+            expected = following()
+        self.seed(seed)
+        made, found = thunk(), following()
         self.seed(self._child(0))
-        return made, any(not np.array_equal(x, z)
-                         for x, z in zip(expected, found))
+        return made, found != expected
 
     def fit_streams(self, streams: Mapping[str, np.ndarray]
                     ) -> Callable[[], None]:
@@ -475,7 +458,7 @@ class MXNetBackend(base.Backend):
         errors = []
         for x in arrays:
             try:
-                if _place(x)[0] == _CPU:
+                if x.ctx.device_type == "cpu":
                     x.wait_to_read()
             except Exception as failed:
                 errors.append(failed)
@@ -513,30 +496,24 @@ class MXNetBackend(base.Backend):
     def from_gluon(self, symbol, params, dtype, softmax, frozen=()):
         graph, arrays = load_graph(symbol), dense_arrays(params)
         check_fit(graph, arrays)
-        if dtype is not None:
-            before = {x.dtype.name for x in arrays.values()
-                      if x.dtype.kind == "f"} - {dtype}
-            with tempfile.TemporaryDirectory() as folder:
-                changed = os.path.join(folder, "net-symbol.json")
-                with open(changed, "w", encoding="utf-8") as file:
-                    file.write(symbol_of_dtype(symbol, before, dtype))
-                net = self.from_gluon(changed, params, None, softmax, frozen)
-            net.cast(dtype)
-            return net
-        inputs = entries(graph, arrays)
+        others = {x.dtype.name for x in arrays.values()
+                  if x.dtype.kind == "f" and dtype} - {dtype}
+        outputs = mx.sym.load_json(symbol_of_dtype(symbol, others, dtype))
         ends = [graph.nodes[i] for i, _ in graph.heads]
-        if any(node.op in _LOSSES for node in ends):
-            outputs = mx.sym.load(path_of(symbol))
+        if any(node.op in _LOSSES for node in ends):    # without labels
             outputs = mx.sym.Group([_prediction(outputs[i], node, softmax)
                                     for i, node in enumerate(ends)])
-            needed = outputs.list_inputs()      # no labels
-            net = mx.gluon.SymbolBlock(outputs, [
-                mx.sym.var(name) for name in inputs if name in needed])
-            net.collect_params().load(path_of(params), mx.cpu(0),
-                                      cast_dtype=True, dtype_source="saved")
-        else:
-            net = mx.gluon.SymbolBlock.imports(
-                path_of(symbol), inputs, path_of(params), ctx=mx.cpu(0))
+        needed = outputs.list_inputs()
+        inputs = [mx.sym.var(name) for name in entries(graph, arrays)
+                  if name in needed]
+        if npx.is_np_array():
+            outputs = outputs.as_np_ndarray()
+            inputs = [x.as_np_ndarray() for x in inputs]
+        net = mx.gluon.SymbolBlock(outputs, inputs)
+        net.load_parameters(path_of(params), mx.cpu(0), cast_dtype=True,
+                            dtype_source="saved")
+        if dtype is not None:
+            net.cast(dtype)
         gammas = fixed_gammas(graph)
         still = {*frozen, *gammas, *constants(graph)}
         for name, p in net.collect_params().items():

@@ -1,14 +1,13 @@
 """Copies of a Gluon block for another context, for one pass."""
-import contextlib
-import functools
 import types
-from collections import OrderedDict
 from collections.abc import Mapping
+from operator import is_
 from typing import Any
 
 import numpy as np
 
 from mgpu.backends import containers
+from mgpu.backends._mxnet.blocks import named_blocks
 from mgpu.backends._mxnet.framework import mx
 
 autograd, gluon, NDArray = mx.autograd, mx.gluon, mx.nd.NDArray
@@ -62,6 +61,8 @@ class BlockTree:
         By `Place`, the context's own value.
     own : dict
         Parameter -> the array that the copy has, as it is.
+    apart : bool
+        Whether arrays on `context`, and `attributes`, are copied too.
 
     Attributes
     ----------
@@ -74,8 +75,9 @@ class BlockTree:
 
     def __init__(self, net: Any, context: Any, buffers: dict[Any, Any],
                  attributes: Mapping[Place, Any],
-                 own: Mapping[Any, Any] = types.MappingProxyType({})) -> None:
-        self.context, self._memory = context, buffers
+                 own: Mapping[Any, Any] = types.MappingProxyType({}),
+                 apart: bool = False) -> None:
+        self.context, self._memory, self._apart = context, buffers, apart
         self._attributes, self._own = attributes, own
         #: by id: (object, its copy); the object keeps its id
         self._memo: dict[int, tuple[Any, Any]] = {}
@@ -96,12 +98,11 @@ class BlockTree:
         return self._memo[id(x)][1]
 
     def _copied(self, x: Any) -> Any:
-        if type(x) in (dict, OrderedDict):
-            return type(x)((key, self.copy(v)) for key, v in x.items())
         if isinstance(x, gluon.Block):
             return self._block(x)
         if is_array(x):
-            return on_context(x, self.context)
+            return x.copyto(self.context) if self._apart \
+                else on_context(x, self.context)
         if isinstance(x, gluon.Parameter):
             new = self.parameters[x] = _like(x)
             self._fill(x, new)
@@ -111,47 +112,28 @@ class BlockTree:
             for name in vars(new).keys() & {"_params", "_shared", "_block"}:
                 new.__dict__[name] = self.copy(vars(x)[name])
             return new
-        if isinstance(x, types.MethodType):
-            return types.MethodType(x.__func__, self.copy(x.__self__)) \
-                if isinstance(x.__self__, gluon.Block) else x
-        if isinstance(x, functools.partial):
-            return functools.partial(
-                self.copy(x.func), *map(self.copy, x.args),
-                **{key: self.copy(v) for key, v in x.keywords.items()})
-        if isinstance(x, types.FunctionType):
-            return self._closure(x) if x.__closure__ else x
         if isinstance(x, (np.ndarray, bytearray)):
             return x.copy()
-        if isinstance(x, (set, frozenset)):
-            return type(x)(map(self.copy, x))
-        found = containers.parts(x)
-        return x if found is None else containers.rebuild(
-            x, found[0], list(map(self.copy, found[1])))
+        held, make = containers.opened(x, (gluon.Block, NDArray))
+        # Containers are each device's own, but not those around a function.
+        new = [self.copy(y) if not isinstance(x, types.FunctionType)
+               or isinstance(y, (gluon.Block, gluon.Parameter, NDArray)) else y
+               for y in held]
+        return x if make is None or callable(x) and all(map(is_, new, held)) \
+            else make(new)
 
     def _block(self, x: Any) -> Any:
         new = object.__new__(type(x))
         self._memo[id(x)] = x, new      # a part may have `x` in it
         self.blocks.append((x, new))
         for name, value in list(vars(x).items()):
-            if (id(x), name) in self._attributes:
+            is_own = (id(x), name) in self._attributes
+            if is_own:
                 value = self._attributes[id(x), name]
-            elif name not in TRACED and (name not in _LISTS or value):
+            if (self._apart or not is_own) and name not in TRACED \
+                    and (name not in _LISTS or value):
                 value = self.copy(value)
             new.__dict__[name] = value
-        return new
-
-    def _closure(self, x: types.FunctionType) -> types.FunctionType:
-        """A function of blocks, parameters or arrays around it."""
-        cells = []
-        for cell in x.__closure__ or ():
-            with contextlib.suppress(ValueError):       # empty
-                if isinstance(cell.cell_contents, (
-                        gluon.Block, gluon.Parameter, NDArray)):
-                    cell = types.CellType(self.copy(cell.cell_contents))
-            cells.append(cell)
-        new = types.FunctionType(x.__code__, x.__globals__, x.__name__,
-                                 x.__defaults__, tuple(cells))
-        new.__kwdefaults__ = x.__kwdefaults__
         return new
 
     def _fill(self, p: Any, new: Any) -> None:
@@ -217,12 +199,8 @@ def copied(p: Any, context: Any, buffers: dict[Any, Any]) -> Any:
             buffers[p] = values.copyto(context)
     # MXNet writes to no array of a graph: this one is of none.
     target = buffers[p].detach()
-    # (A frozen array may have a gradient: see `MXNetNetwork`.)
-    if p.grad_req == "null" and values.grad is None:
-        with autograd.pause():
-            values.copyto(target)
-    else:       # backward of a copy would not add
-        (alias(values) if p.grad_req == "add" else values).copyto(target)
+    # Backward of a copy would not add.
+    (alias(values) if p.grad_req == "add" else values).copyto(target)
     return target
 
 
@@ -248,14 +226,7 @@ def is_state(x: Any) -> bool:
 
 def blocks_of(net: Any) -> list[Any]:
     """`net` and the blocks in it, each once."""
-    found: dict[int, Any] = {}
-    waiting = [net]
-    while waiting:
-        block = waiting.pop()
-        if id(block) not in found:
-            found[id(block)] = block
-            waiting += block._children.values()
-    return list(found.values())
+    return [*{id(block): block for _, block in named_blocks(net)}.values()]
 
 
 def view_of(net: Any) -> dict[int, dict[str, Any]]:

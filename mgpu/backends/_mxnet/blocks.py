@@ -3,7 +3,7 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from mgpu.backends import base
@@ -121,9 +121,3 @@ def named_parameters(net: Any) -> dict[str, Any]:
             name = f"{short}_{number}"
         found[name] = p
     return found
-
-
-def held_parameters(blocks: Iterable[Any]) -> list[list[Any]]:
-    """The parameters that each block holds now; quick."""
-    return [[*block._params._params.values(), *block._reg_params.values()]
-            for block in blocks]

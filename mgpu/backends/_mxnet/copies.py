@@ -12,12 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from mgpu.backends import containers
 from mgpu.backends._mxnet.block_tree import (BlockTree, Place, alias,
-                                             blocks_of, copied, is_array,
-                                             state_of, view_of)
+                                             blocks_of, copied, state_of,
+                                             view_of)
 from mgpu.backends._mxnet.blocks import parameters_of
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import stored
@@ -224,20 +221,7 @@ def run_aside(net: Any, context: Any, call: Callable[[Any], Any],
     gradients, and nothing that it sets stays. `states`: attributes that
     differ from the network's; `hooks`: whether hooks run."""
     with autograd.pause(train_mode=trains), mx.Context(context):
-        tree = BlockTree(net, context, {}, {
-            place: _own(x, context) for place, x in {
-                **state_of(view_of(net)), **states}.items()})
+        tree = BlockTree(net, context, {}, states, apart=True)
         for _, new in () if hooks else tree.blocks:
             new.__dict__.update(_forward_hooks={}, _forward_pre_hooks={})
         return tree, call(tree.net)
-
-
-def _own(x: Any, context: Any) -> Any:
-    """A copy of an attribute, and of the arrays and containers in it."""
-    if is_array(x):
-        return x.copyto(context)
-    if isinstance(x, (np.ndarray, set, bytearray)):
-        return x.copy()
-    found = containers.parts(x)
-    return x if found is None else containers.rebuild(
-        x, found[0], [_own(value, context) for value in found[1]])

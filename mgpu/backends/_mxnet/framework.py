@@ -36,33 +36,33 @@ _SETTINGS = {"MXNET_CPU_TEMP_COPY": str(BUFFERS),
              "MXNET_EXEC_BULK_EXEC_TRAIN": "0"}
 
 
-@contextlib.contextmanager
-def _import_settings() -> Iterator[None]:
-    """Inside the block NumPy has its removed aliases, and workers get one
-    OpenMP thread."""
-    added = [name for name in _ALIASES if name not in np.__dict__]
-    before = {name: os.environ.pop(name, None)
-              for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS")}
-    os.environ["MXNET_OMP_MAX_THREADS"] = "1"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            for name in added:
-                setattr(np, name, _ALIASES[name])
-            yield
-        finally:
-            for name in added:
-                delattr(np, name)
-            del os.environ["MXNET_OMP_MAX_THREADS"]
-            os.environ.update({name: value for name, value in before.items()
-                               if value is not None})
-
-
 class _EarlierNumPy(types.ModuleType):
-    """NumPy with the aliases that MXNet's modules read at run time."""
+    """NumPy with the aliases that MXNet's modules read."""
 
     def __getattr__(self, name):
         return _ALIASES[name] if name in _ALIASES else getattr(np, name)
+
+    def __setattr__(self, name, value):     # modules of it that are imported
+        setattr(np, name, value)
+
+
+@contextlib.contextmanager
+def _import_settings() -> Iterator[None]:
+    """Inside the block modules import a NumPy that has its removed aliases,
+    and workers get one OpenMP thread."""
+    before = {name: os.environ.pop(name, None)
+              for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS")}
+    os.environ["MXNET_OMP_MAX_THREADS"] = "1"
+    sys.modules["numpy"] = _EarlierNumPy("numpy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            sys.modules["numpy"] = np
+            del os.environ["MXNET_OMP_MAX_THREADS"]
+            os.environ.update({name: value for name, value in before.items()
+                               if value is not None})
 
 
 def _load() -> types.ModuleType:
@@ -82,12 +82,6 @@ def _load() -> types.ModuleType:
             os.environ.setdefault(name, value)
         # The first operation: the engine reads its settings now.
         mxnet.nd.zeros((1,)).wait_to_read()
-    if "bool" not in np.__dict__:
-        for name in ("numpy.multiarray", "ndarray.numpy._op",
-                     "symbol.numpy._symbol"):
-            module: Any = sys.modules[f"mxnet.{name}"]
-            if getattr(module, "_np", None) is np:
-                module._np = _EarlierNumPy("numpy")
     return mxnet
 
 
@@ -144,16 +138,15 @@ def findings() -> list[tuple[str, str]]:
             "threads that mgpu did not choose, and several CPU devices are "
             "slower. Call mgpu.set_backend first, or start with "
             "MXNET_OMP_MAX_THREADS=1 and without OMP_NUM_THREADS."))
-    for name, chosen in _SETTINGS.items():
-        value = os.environ.get(name)
+    names = {name for name in os.environ if name.startswith("MXNET_")}
+    for name in sorted(names - {"MXNET_OMP_MAX_THREADS"} | {*_SETTINGS}):
+        value, chosen = os.environ.get(name), _SETTINGS.get(name)
         if value != chosen:
             found.append(("warning", f"{name} is {value!r}; mgpu's own "
                           f"choice, {chosen}, lets CPU devices compute at "
-                          "the same time. Unset it."))
-    found += [("warning", f"{name} is set to {os.environ[name]!r}; mgpu is "
-               "tested without it.") for name in sorted(os.environ)
-              if name.startswith("MXNET_") and name not in _SETTINGS
-              and name != "MXNET_OMP_MAX_THREADS"]
+                          "the same time. Unset it." if chosen else
+                          f"{name} is set to {value!r}; mgpu is tested "
+                          "without it."))
     return found
 
 

@@ -3,6 +3,7 @@ import copy
 import pickle
 import random
 import re
+from contextlib import suppress
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -11,10 +12,9 @@ import numpy as np
 from mgpu.backends import base, messages
 from mgpu.backends._mxnet.blocks import is_users
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends._mxnet.own_step import FAMILIES, SLOTS
+from mgpu.backends._mxnet.own_step import (FAMILIES, OPTIONS, read_state,
+                                           write_state)
 
-#: MXNet's names of options, and those of `mgpu.optimizers`; others are equal
-_OPTIONS = {"lr": "learning_rate", "float_stable_eps": "eps"}
 #: the classes of `FAMILIES`, whose steps parity knows, and others
 _FAMILIES = {**FAMILIES, **{getattr(mx.optimizer, name): name.lower()
                             for name in ("LAMB", "LARS", "FTML", "DCASGD")},
@@ -64,7 +64,7 @@ class MXNetOptimizer(base.OptimizerObject):
             self.object.set_learning_rate(rate)
 
     def groups(self) -> list[base.OptimizerGroup]:
-        options = {_OPTIONS.get(key, key): x
+        options = {OPTIONS.get(key, key): x
                    for key, x in vars(self.object).items()
                    if isinstance(x, (bool, int, float, NoneType))}
         return [base.OptimizerGroup(None, self._family, {
@@ -103,22 +103,14 @@ class MXNetOptimizer(base.OptimizerObject):
 
     # -- states -------------------------------------------------------------
 
-    def _slots(self, state: Any) -> list[tuple[str, Any]]:
-        """The arrays of a parameter's state with their names."""
-        parts = state if isinstance(state, (tuple, list)) else (state,)
-        names = SLOTS.get(self._family or "", [*map(str, range(len(parts)))])
-        return [(slot, x) for slot, x in zip(names, parts) if x is not None]
-
     def memory(self) -> base.Memory:
-        x, states = self.object, self._updater.states
-        known = {name: i for name, i in self._index.items() if i in states}
-        slots = {(name, slot): part.asnumpy() for name, i in known.items()
-                 for slot, part in self._slots(states[i])}
-        if self._family == "nadam":
-            slots |= {(name, "schedule"): np.array(x.m_schedule)
-                      for name in known}
-        return slots, {name: x._index_update_count[i]
-                       for name, i in known.items()}
+        known = {name: i for name, i in self._index.items()
+                 if i in self._updater.states}
+        return {(name, slot): x for name, i in known.items()
+                for slot, x in read_state(
+                    self._updater, i, self._family).items()}, {
+            name: self.object._index_update_count[i]
+            for name, i in known.items()}
 
     def load(self, memory, arrays) -> None:
         x, (slots, counts) = self.object, memory
@@ -129,17 +121,10 @@ class MXNetOptimizer(base.OptimizerObject):
         self._updater.states.clear()
         x.num_update = max(counts.values(), default=x.begin_num_update)
         for name, weight in weights.items():
-            i = self._index[name]
-            x._index_update_count[i] = counts[name]
-            self._updater.states[i] = state = \
-                x.create_state_multi_precision(i, weight)
-            self._updater.states_synced[i] = True
-            for slot, part in self._slots(state):
-                if (name, slot) in slots:
-                    part[:] = mx.nd.array(slots[name, slot], part.context,
-                                          part.dtype)
-            if (name, "schedule") in slots:
-                x.m_schedule = float(slots[name, "schedule"])
+            x._index_update_count[self._index[name]] = counts[name]
+            write_state(self._updater, self._index[name], weight,
+                        self._family, {slot: value for (own, slot), value
+                                       in slots.items() if own == name})
 
 
 class _Factors(NamedTuple):
@@ -151,12 +136,10 @@ class _Factors(NamedTuple):
 
 def _contents(x: Any) -> dict[str, bytes | None]:
     """What each attribute holds, where that can be pickled."""
-    found: dict[str, bytes | None] = {}
+    found: dict[str, bytes | None] = dict.fromkeys(vars(x))
     for key, value in vars(x).items():
-        try:
+        with suppress(Exception):       # a function of the user's, for example
             found[key] = pickle.dumps(value)
-        except Exception:       # a function of the user's, for example
-            found[key] = None
     return found
 
 

@@ -26,10 +26,9 @@ def _last_windows(net: Any) -> Iterator[str]:
                 (node["name"], node.get("attrs")) for node in _nodes(block)
                 if node["op"] == "Pooling")]:
             own = {key: str(x) for key, x in (options or {}).items()}
-            if own.get("pooling_convention") == "full" \
-                    and own.get("pool_type") == "avg" \
-                    and own.get("count_include_pad") != "False" \
-                    and own.get("global_pool") != "True":
+            if (own.get("pooling_convention"), own.get("pool_type")) == (
+                    "full", "avg") and own.get("global_pool") != "True" \
+                    and own.get("count_include_pad") != "False":
                 yield name
 
 
@@ -56,44 +55,41 @@ def check_layers(net: Any, entries: Sequence[Any], dtype: str | None,
                  devices: Sequence[Any]) -> None:
     """ValueError for layers whose gradients MXNet computes wrongly on
     `devices`, cast to `dtype`."""
-    joined = [path for path, block in named_blocks(net)
-              if isinstance(block, mx.gluon.contrib.nn.SyncBatchNorm)]
-    if joined and len(devices) > 1:
-        raise ValueError(
-            "SyncBatchNorm of Gluon waits for ever for a device without "
-            f"rows, and weighs all devices alike; received {joined} on "
-            f"{len(devices)} devices. Use gluon.nn.BatchNorm and "
-            "batch_norm='sync'.")
-    wide = [path for path, block in named_blocks(net)
-            if isinstance(block, _FUSED)
-            and np.dtype(dtype or block.l0_i2h_weight.dtype) == np.float64]
-    if wide and any(d.kind == "cpu" for d in devices):
-        raise ValueError(
-            "MXNet computes wrong float64 gradients of its recurrent "
-            f"layers on CPUs; received float64 for {wide}. Use "
-            "dtype='float32', or cells (gluon.rnn.LSTMCell) with "
-            "begin_state= in float64.")
+    blocks, count = list(named_blocks(net)), len(devices)
+    on_cpu = any(d.kind == "cpu" for d in devices)
+    # A library that MXNet computes float32 with on CPUs.
+    library = on_cpu and os.environ.get("MXNET_MKLDNN_ENABLED") != "0" \
+        and np.dtype("float32") in {np.dtype(dtype or p.dtype)
+                                    for _, p, _ in entries}
+    for applies, wrong, text in (
+            (count > 1, [path for path, block in blocks if isinstance(
+                block, mx.gluon.contrib.nn.SyncBatchNorm)],
+             "SyncBatchNorm of Gluon waits for ever for a device without "
+             "rows, and weighs all devices alike; received {} on {} "
+             "devices. Use gluon.nn.BatchNorm and batch_norm='sync'."),
+            (on_cpu, [path for path, block in blocks
+                      if isinstance(block, _FUSED) and np.dtype(
+                          dtype or block.l0_i2h_weight.dtype) == np.float64],
+             "MXNet computes wrong float64 gradients of its recurrent "
+             "layers on CPUs; received float64 for {}. Use "
+             "dtype='float32', or cells (gluon.rnn.LSTMCell) with "
+             "begin_state= in float64."),
+            (library and count > 1, [
+                path for path, block in blocks
+                if getattr(block, "_op_name", "") == "Deconvolution"],
+             "MXNet has no float32 gradient of a transposed convolution on "
+             "several CPU devices; received {} on {} devices. Use float64, "
+             "one device, or the environment variable "
+             "MXNET_MKLDNN_ENABLED=0."),
+            (library, [*dict.fromkeys(_last_windows(net))],
+             "MXNet computes a wrong float32 gradient of average pooling "
+             "on CPUs where the last window goes beyond the edge; received "
+             "{} with ceil_mode=True. Use count_include_pad=False, "
+             "dtype='float64', or the environment variable "
+             "MXNET_MKLDNN_ENABLED=0.")):
+        if applies and wrong:
+            raise ValueError(text.format(wrong, count))
     check_slopes(net, devices)
-    kinds = {np.dtype(dtype or p.dtype) for _, p, _ in entries}
-    if np.dtype("float32") not in kinds \
-            or all(d.kind != "cpu" for d in devices) \
-            or os.environ.get("MXNET_MKLDNN_ENABLED") == "0":
-        return
-    transposed = [path for path, block in named_blocks(net)
-                  if getattr(block, "_op_name", "") == "Deconvolution"]
-    if transposed and len(devices) > 1:
-        raise ValueError(
-            "MXNet has no float32 gradient of a transposed convolution on "
-            f"several CPU devices; received {transposed} on {len(devices)} "
-            "devices. Use float64, one device, or the environment variable "
-            "MXNET_MKLDNN_ENABLED=0.")
-    if wrong := [*dict.fromkeys(_last_windows(net))]:
-        raise ValueError(
-            "MXNet computes a wrong float32 gradient of average pooling "
-            "on CPUs where the last window goes beyond the edge; received "
-            f"{wrong} with ceil_mode=True. Use count_include_pad=False, "
-            "dtype='float64', or the environment variable "
-            "MXNET_MKLDNN_ENABLED=0.")
 
 
 def check_slopes(net: Any, devices: Sequence[Any], all_of: bool = False
@@ -101,11 +97,11 @@ def check_slopes(net: Any, devices: Sequence[Any], all_of: bool = False
     """ValueError for PReLUs whose input a compiled graph computes; `all_of`:
     the whole network is to be compiled."""
     blocks = list(named_blocks(net))
-    compiled = [path + "." if path else "" for path, block in blocks
-                if all_of or getattr(block, "_active", False)]
+    compiled = tuple(path and path + "." for path, block in blocks
+                     if all_of or getattr(block, "_active", False))
     wrong = [path for path, block in blocks
              if path and isinstance(block, mx.gluon.nn.PReLU)
-             and path.startswith(tuple(compiled))]
+             and path.startswith(compiled)]
     for _, block in blocks:
         nodes = _nodes(block) if isinstance(block, mx.gluon.SymbolBlock) \
             or getattr(block, "_active", False) else []

@@ -9,9 +9,9 @@ import numpy as np
 
 from mgpu.backends import base, containers, messages
 from mgpu.backends._mxnet.block_tree import is_array
-from mgpu.backends._mxnet.blocks import (held_parameters, named_blocks,
-                                         named_parameters, own_init,
-                                         parameters_of, shape_of, value_of)
+from mgpu.backends._mxnet.blocks import (named_blocks, named_parameters,
+                                         own_init, parameters_of, shape_of,
+                                         value_of)
 from mgpu.backends._mxnet.copies import ContextCopies, run_aside
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import constants
@@ -29,12 +29,10 @@ class MXNetNetwork(NetworkLayers):
         super().__init__(backend, net)
         self._options = base.Options()
         self._copies = ContextCopies(net, [])
-        self._requests: list[str] = []      # in the last pass
         self._deferred = False      # a call of Gluon's makes the arrays
-        blocks = [block for _, block in named_blocks(net)]
         self._named = named_parameters(net)
-        self._held = held_parameters(blocks)
-        self._constants = {id(p): start for block in blocks
+        self._held = self._block_parameters()
+        self._constants = {id(p): start for _, block in named_blocks(net)
                            for p, start in constants(block)}
 
     def specs(self) -> list[base.Spec]:
@@ -67,16 +65,13 @@ class MXNetNetwork(NetworkLayers):
         # that of the weight: where the weight is frozen the bias would not
         # learn. So the weight's array gets a gradient, which Gluon does not
         # see.
-        requests = [p.grad_req for _, p, _ in self.entries]
-        if requests == self._requests:
-            return
-        self._requests = requests
-        biases = {p.shape[0] for _, p, _ in self.entries
-                  if p.grad_req != "null" and len(p.shape or ()) == 1}
-        for _, p, _ in self.entries:
-            if p.grad_req == "null" and len(p.shape or ()) == 2 \
-                    and p.shape[0] in biases \
-                    and np.dtype(p.dtype) == np.float32:
+        frozen = [p for _, p, _ in self.entries
+                  if p.grad_req == "null" and len(p.shape or ()) == 2
+                  and np.dtype(p.dtype) == np.float32]
+        biases = {p.shape[0] for _, p, _ in self.entries if frozen
+                  and p.grad_req != "null" and len(p.shape or ()) == 1}
+        for p in frozen:
+            if p.shape[0] in biases and value_of(p).grad is None:
                 value_of(p).attach_grad()
 
     def devices(self) -> list[Any]:
@@ -109,23 +104,21 @@ class MXNetNetwork(NetworkLayers):
         was told to draw is drawn as soon as its shape is known."""
         for _, p, _ in self.entries:
             value = value_of(p)
-            if value is not None and [context] == p.list_ctx() \
-                    and is_np(value) == mx.util.is_np_array():
-                if p.grad_req != "null" and value.grad is None:
-                    p._init_grad()      # copy.deepcopy leaves it out
-                continue
-            if value is not None:       # maybe of the other family
+            if value is None and p._deferred_init:
+                p.reset_ctx(context)
+                if shape_of(p) is not None:
+                    p._finish_deferred_init()
+            elif value is None:
+                p.initialize(ctx=context, default_init=mx.init.Zero())
+            elif [context] != p.list_ctx() \
+                    or is_np(value) != mx.util.is_np_array():
                 value = value.as_np_ndarray() if mx.util.is_np_array() \
                     else value.as_nd_ndarray()
                 p._shape = value.shape
                 with mx.autograd.pause():
                     p._init_impl(value, [context])
-            elif p._deferred_init:
-                p.reset_ctx(context)
-                if shape_of(p) is not None:
-                    p._finish_deferred_init()
-            else:
-                p.initialize(ctx=context, default_init=mx.init.Zero())
+            elif p.grad_req != "null" and value.grad is None:
+                p._init_grad()      # copy.deepcopy leaves it out
 
     @contextlib.contextmanager
     def _undone_by_errors(self) -> Iterator[None]:
@@ -252,7 +245,6 @@ class MXNetNetwork(NetworkLayers):
     def place(self, devices: Sequence[Any]) -> None:
         self.contexts = [self.backend.handle(d) for d in devices]
         self._allocate(self.contexts[0])
-        self._mend_frozen()
         for _, p, _ in () if self._deferred else self.entries:
             if value_of(p).grad is not None:
                 self.backend.mark_used(value_of(p))
@@ -316,10 +308,13 @@ class MXNetNetwork(NetworkLayers):
     def probe(self, call: Call, device: int) -> Probed | None:
         return self._copies.probe(self.in_order(*call), device)
 
+    def _block_parameters(self) -> list[list[Any]]:
+        """The parameters that each block holds now; quick."""
+        return [parameters_of(block) for _, block in named_blocks(self.net)]
+
     def _check_layers(self) -> None:
         """RuntimeError where the network has got other parameters."""
-        held = held_parameters(block for _, block in named_blocks(self.net))
-        if held == self._held:
+        if self._held == (held := self._block_parameters()):
             return
         now = named_parameters(self.net)
         if now != self._named:

@@ -15,7 +15,8 @@ from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import (BATCH_NORM, Between, describe,
                                          is_layer)
 from mgpu.backends._mxnet.ops import is_np
-from mgpu.backends._mxnet.own_step import MXNetParts, any_dtype_clipped
+from mgpu.backends._mxnet.own_step import (MXNetParts, any_dtype_clipped,
+                                           replaced)
 from mgpu.backends._workers import run_in_turn
 
 
@@ -106,33 +107,27 @@ class NetworkLayers(base.Network):
 
     @contextlib.contextmanager
     def natively(self, draw, begins, seen) -> Iterator[None]:
-        def before(_: Any, inputs: Any) -> None:
-            if mx.autograd.is_recording():
-                begins(inputs)
-
-        def told(_: Any, inputs: Any, outputs: Any) -> None:
-            if mx.autograd.is_recording():
-                seen(outputs)
-        handles = (self.net.register_forward_pre_hook(before),
-                   self.net.register_forward_hook(told))
-        try:
-            with self.use_masks(draw), any_dtype_clipped():
-                yield
-        finally:
-            for handle in handles:
-                handle.detach()
+        def hook(call: Any) -> Any:     # of the inputs, or the outputs
+            return lambda *arguments: call(arguments[-1]) \
+                if mx.autograd.is_recording() else None
+        with contextlib.ExitStack() as stack:
+            for handle in (self.net.register_forward_pre_hook(hook(begins)),
+                           self.net.register_forward_hook(hook(seen))):
+                stack.callback(handle.detach)
+            stack.enter_context(self.use_masks(draw))
+            stack.enter_context(any_dtype_clipped())
+            yield
 
     def trains(self, path) -> bool | None:
         return mx.autograd.is_training() if mx.autograd.is_recording() \
             else None
 
     def own_parts(self, parts) -> MXNetParts:
-        return MXNetParts(
-            {name: p for name, p, kind in self.entries
-             if kind not in base.BUFFERS},
-            {name: p for name, p, kind in self.entries
-             if kind in base.BUFFERS},
-            parts)
+        trained, buffers = ({
+            name: p for name, p, kind in self.entries
+            if (kind in base.BUFFERS) == is_buffer}
+            for is_buffer in (False, True))
+        return MXNetParts(trained, buffers, parts)
 
     # -- batch norms ----------------------------------------------------------
 
@@ -201,13 +196,10 @@ class NetworkLayers(base.Network):
             # without an array back to a layer, which ends the process.
             y = mx.nd.concat(y.as_nd_ndarray(), dim=0)
             return y.as_np_ndarray() if is_np(x) else y
-        before, self.runner = self.runner, run
-        try:
-            with computing_by([(layer, partial(forward, path, layer))
-                               for path, layer in found]):
-                yield
-        finally:
-            self.runner = before
+        with replaced(self, "runner", run), computing_by([
+                (layer, partial(forward, path, layer))
+                for path, layer in found]):
+            yield
 
 
 def hybridized(net: Any) -> list[Any]:
@@ -219,14 +211,10 @@ def hybridized(net: Any) -> list[Any]:
 @contextlib.contextmanager
 def layer_by_layer(net: Any) -> Iterator[None]:
     """In the block nothing of `net` runs as a compiled graph."""
-    compiled = hybridized(net)
-    for block in compiled:
-        block._active = False
-    try:
+    with contextlib.ExitStack() as stack:
+        for block in hybridized(net):
+            stack.enter_context(replaced(block, "_active", False))
         yield
-    finally:
-        for block in compiled:
-            block._active = True
 
 
 @contextlib.contextmanager
@@ -235,18 +223,11 @@ def computing_by(forwards: Sequence[
     """In the block layers that train compute by functions of mgpu (None:
     their own); batch norms that predict use their running statistics by
     name."""
-    before = [(vars(layer), vars(layer).get("forward"))
-              for layer, _ in forwards]
-    try:
+    with contextlib.ExitStack() as stack:
         for layer, forward in forwards:
-            layer.__dict__["forward"] = partial(
-                _by_mode, layer, layer.forward, forward)
+            stack.enter_context(replaced(layer, "forward", partial(
+                _by_mode, layer, layer.forward, forward)))
         yield
-    finally:
-        for attributes, own in before:
-            attributes.pop("forward", None)
-            if own is not None:
-                attributes["forward"] = own
 
 
 def _by_mode(layer: Any, own: Callable[[Any], Any],
@@ -256,13 +237,9 @@ def _by_mode(layer: Any, own: Callable[[Any], Any],
     # Symbols are what all passes of a compiled network are made of.
     if not isinstance(layer, BATCH_NORM) or not isinstance(x, mx.nd.NDArray):
         return own(x)
-    kwargs = layer._kwargs
-    before = kwargs["use_global_stats"], layer._active
-    kwargs["use_global_stats"], layer._active = True, False
-    try:
+    with replaced(layer, "_active", False), replaced(layer, "_kwargs", {
+            **layer._kwargs, "use_global_stats": True}):
         return own(x)
-    finally:
-        kwargs["use_global_stats"], layer._active = before
 
 
 def _not_joined(layer: Any, _: Any) -> Any:

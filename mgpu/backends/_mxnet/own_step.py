@@ -15,7 +15,7 @@ FAMILIES = {getattr(mx.optimizer, name): name.lower() for name in (
     "SGD", "NAG", "Adam", "Adamax", "Nadam", "RMSProp", "AdaGrad", "AdaDelta",
     "Ftrl", "Signum")}
 #: Gluon's names of attributes, and those of `mgpu.optimizers`
-_OPTIONS = {"lr": "learning_rate", "float_stable_eps": "eps"}
+OPTIONS = {"lr": "learning_rate", "float_stable_eps": "eps"}
 #: the arrays of a state in Gluon's order
 SLOTS: dict[str, tuple[str, ...]] = {
     "sgd": ("momentum",), "nag": ("momentum",), "signum": ("momentum",),
@@ -129,15 +129,9 @@ class MXNetParts(base.OwnParts):
             times = trainer.optimizer._all_index_update_counts[0].get(index)
             if times:
                 counts[name] = times
-            state = trainer._updaters[0].states.get(index)
-            if state is None or self.rule is None:
-                continue
-            arrays = state if isinstance(state, tuple) else (state,)
-            slots |= {(name, slot): x.asnumpy()
-                      for slot, x in zip(SLOTS[self.rule[0]], arrays)}
-            if self.rule[0] == "nadam":
-                slots[name, "schedule"] = np.array(
-                    trainer.optimizer.m_schedule)
+            if index in trainer._updaters[0].states and self.rule is not None:
+                slots |= {(name, slot): x for slot, x in read_state(
+                    trainer._updaters[0], index, self.rule[0]).items()}
         return slots, counts
 
     def load(self, slots, counts) -> None:
@@ -153,18 +147,11 @@ class MXNetParts(base.OwnParts):
             if self.rule is None:
                 continue
             updater.states.pop(index, None)
-            weight = stored(self._named[name])
-            if not counts.get(name):
-                continue
-            state = optimizer.create_state_multi_precision(index, weight)
-            arrays = state if isinstance(state, tuple) else (state,)
-            for slot, x in zip(SLOTS[self.rule[0]], arrays):
-                if x is not None and (name, slot) in slots:
-                    x[:] = _array(slots[name, slot], x)
-            updater.states[index] = state
-            updater.states_synced[index] = True
-            if (name, "schedule") in slots:
-                optimizer.m_schedule = float(slots[name, "schedule"])
+            if counts.get(name):
+                write_state(updater, index, stored(self._named[name]),
+                            self.rule[0], {slot: x for (own_name, slot), x
+                                           in slots.items()
+                                           if own_name == name})
         for trainer in self._trainers:
             optimizer = trainer.optimizer
             optimizer.num_update = max(
@@ -222,9 +209,9 @@ class MXNetParts(base.OwnParts):
             return around(names) if around is not None else lambda: None
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_replaced(
+            stack.enter_context(replaced(
                 mx.nd.NDArray, "backward", watched(backward)))
-            stack.enter_context(_replaced(
+            stack.enter_context(replaced(
                 mx.autograd, "backward", watched(function)))
             for trainer in self._trainers:
                 own = trainer._updaters[0]
@@ -257,7 +244,7 @@ class _Updater:
             name = self._names[index]
             if name is not None:
                 seen.applied[name] = grad.asnumpy() * seen.scale
-        with _replaced(optimizer, "_get_lrs", _told(
+        with replaced(optimizer, "_get_lrs", _told(
                 optimizer._get_lrs, rates)):
             try:
                 self._own(indices, grads, weights)
@@ -289,7 +276,7 @@ class _AnyDtype:
 
 def any_dtype_clipped() -> contextlib.AbstractContextManager[None]:
     """Inside the block, ``gluon.utils.clip_global_norm`` works in float64."""
-    return _replaced(mx.gluon.utils, "ndarray", _AnyDtype())
+    return replaced(mx.gluon.utils, "ndarray", _AnyDtype())
 
 
 def _told(rates_of: Callable[..., Any], found: dict[int, float]
@@ -302,7 +289,8 @@ def _told(rates_of: Callable[..., Any], found: dict[int, float]
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside the block, an attribute of an object has another value."""
     own = vars(owner).get(name)
     setattr(owner, name, value)
     try:
@@ -312,6 +300,35 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
+
+
+def _slots(state: Any, family: str | None) -> list[tuple[str, Any]]:
+    """The arrays of a weight's state with their names."""
+    parts = state if isinstance(state, (tuple, list)) else (state,)
+    names = SLOTS.get(family or "", [*map(str, range(len(parts)))])
+    return [(slot, x) for slot, x in zip(names, parts) if x is not None]
+
+
+def read_state(updater: Any, index: int, family: str | None
+               ) -> dict[str, np.ndarray]:
+    """What an updater of Gluon's remembers of a weight, by slot."""
+    slots = {slot: x.asnumpy()
+             for slot, x in _slots(updater.states[index], family)}
+    return slots if family != "nadam" else {
+        **slots, "schedule": np.array(updater.optimizer.m_schedule)}
+
+
+def write_state(updater: Any, index: int, weight: Any, family: str | None,
+                slots: Mapping[str, np.ndarray]) -> None:
+    """Give it a new state of the weight, with `slots`."""
+    optimizer = updater.optimizer
+    state = optimizer.create_state_multi_precision(index, weight)
+    for slot, x in _slots(state, family):
+        if slot in slots:
+            x[:] = _array(slots[slot], x)
+    updater.states[index], updater.states_synced[index] = state, True
+    if "schedule" in slots:
+        optimizer.m_schedule = float(slots["schedule"])
 
 
 def _array(value: np.ndarray, like: Any) -> Any:
@@ -367,6 +384,6 @@ def _rule(optimizer: Any) -> tuple[str, dict[str, Any]] | None:
     """What an optimiser of Gluon computes: see `OwnParts`."""
     family = FAMILIES.get(type(optimizer))
     return None if family is None else (family, {
-        _OPTIONS.get(k, k): v for k, v in vars(optimizer).items()
+        OPTIONS.get(k, k): v for k, v in vars(optimizer).items()
         if isinstance(v, (int, float)) and k not in (
             "num_update", "begin_num_update", "rescale_grad", "m_schedule")})

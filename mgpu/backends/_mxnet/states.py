@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mgpu.backends import containers
-from mgpu.backends._mxnet.block_tree import (Place, blocks_of, has_form,
-                                             is_array, is_recorded,
-                                             on_context, state_of,
-                                             view_of)
+from mgpu.backends._mxnet.block_tree import (Place, blocks_of, is_array,
+                                             is_recorded, on_context,
+                                             state_of, view_of)
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends.containers import Batch
 
@@ -58,18 +57,17 @@ class DeviceStates:
         for place, state in list(self._states.items()):
             now = vars(state.block).get(place[1])
             values, known = state.values, state.bounds
-            is_same = now is state.shown and _is_equal(
-                _content(now), state.seen)
+            is_same = now is state.shown and _content(now) == state.seen
             if not is_same:     # the user's
                 del self._states[place]
-            if known is not None and known[-1][1] != bounds[-1][1]:
-                continue        # of another batch size: as it is
-            if not is_same or known is not None and (
-                    known != bounds or list(values) != list(active)):
-                # A value of the same form is split again; others go to all
-                # devices as they are.
-                if known is None or _shapes(now) != _shapes(state.shown):
-                    continue
+            # Of another batch size, or of the user's in another form: as it
+            # is, for all devices.
+            if known is None and not is_same or known is not None and (
+                    known[-1][1] != bounds[-1][1]
+                    or _shapes(now) != _shapes(state.shown)):
+                continue
+            if known is not None and (not is_same or known != bounds
+                                      or list(values) != list(active)):
                 like = next(iter(values.values()))
                 values = {i: batch.split_like(
                     now, values.get(i, like), start, stop, self._contexts[i])
@@ -121,8 +119,8 @@ class DeviceStates:
             if not (is_set or is_array(x) or containers.parts(x)
                     or first and isinstance(x, np.ndarray)):
                 continue
-            if first and not is_set and _is_equal(
-                    _content(x), _content(vars(block).get(name))):
+            if first and not is_set and _content(x) == _content(
+                    vars(block).get(name)):
                 continue
             shown, bounds = None, None
             if is_set and len(views) > 1 \
@@ -147,7 +145,7 @@ def _joined(values: list[Any], name: str, place: Place, batch: Batch) -> Any:
     except ValueError as error:
         contents = list(map(_content, values))
         if any(map(is_recorded, containers.arrays_in(values, is_array))) \
-                and not all(_is_equal(x, contents[0]) for x in contents):
+                and not all(x == contents[0] for x in contents):
             raise ValueError(
                 f"forward has set {name}, which differs between devices and "
                 "has no entry for each example. Return it from forward."
@@ -164,22 +162,12 @@ def set_states(net: Any, states: Mapping[Place, Any]) -> None:
 
 
 def _content(x: Any) -> Any:
-    """What `_is_equal` compares: of arrays the values."""
-    if is_array(x):
-        return x.asnumpy()
-    if isinstance(x, np.ndarray):
-        return x.copy()
+    """What to compare: of arrays the shape and the bytes."""
+    if is_array(x) or isinstance(x, np.ndarray):
+        values = x.asnumpy() if is_array(x) else x
+        return values.shape, values.tobytes()
     found = containers.parts(x)
     return x if found is None else list(map(_content, found[1]))
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    """Whether two results of `_content` are equal; NaN equals NaN."""
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_is_equal, a, b))
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return np.array_equal(a, b, equal_nan=True)
-    return a is b or type(a) is type(b) and bool(a == b)
 
 
 def _shapes(x: Any) -> list[tuple[int, ...]]:
@@ -265,11 +253,7 @@ class DeviceStatistics:
         if values is None:
             array = vars(p)["_data"][0]
             with autograd.pause():
-                values = self._own[i][p].values if p in self._own[i] else None
-                if has_form(values, array):
-                    array.copyto(values)
-                else:
-                    values = array.copyto(self._contexts[i])
+                values = array.copyto(self._contexts[i])
             self._own[i][p] = _Own(array, sets_of(p), values)
         return values
 
@@ -277,8 +261,10 @@ class DeviceStatistics:
         """The devices `active` have trained. What forward has set does not
         count as the user's; other devices follow the network."""
         for i, own in enumerate(self._own):
+            if i not in active:
+                own.clear()
             for p, one in own.items():
-                own[p] = one._replace(sets=sets_of(p) if i in active else -1)
+                own[p] = one._replace(sets=sets_of(p))
         self._sources = {} if 0 in active else dict.fromkeys(
             self.parameters, active[0])
         (_waiting.add if self._sources else _waiting.discard)(self)
