@@ -132,8 +132,8 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
         MXNet's by nothing. The counts of a Module's file are those of
         ``begin_num_update`` there, 0 if not given, as in MXNet.
     lr_scheduler : callable, optional
-        In the place of the saved one. Needed where that is of a class of the
-        user's own.
+        In the place of the saved one, or of that in `optimizer_params`.
+        Needed where that is of a class of the user's own.
     lr_mult, wd_mult, grad_req : dict, optional
         By parameter name, Gluon's (``"conv0_weight"``) or `Parameter.name`.
         The graph holds the multipliers that the network had when it was

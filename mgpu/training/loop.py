@@ -96,17 +96,6 @@ def _digest(X: Any, y: Any) -> str | None:
         return None
 
 
-@contextlib.contextmanager
-def _carried(history: History) -> Iterator[None]:
-    """What ends the block early has `history` with it."""
-    try:
-        yield
-    except BaseException as error:
-        with contextlib.suppress(AttributeError, TypeError):    # no place
-            error.history = history     # type: ignore[attr-defined]
-        raise
-
-
 def _grouped(batches: Iterable[Any], count: int) -> Iterator[list[Any]]:
     """`count` batches at a time; at the end those that are there. Copies, of
     several: an iterable may fill the arrays of one batch anew for the
@@ -178,28 +167,34 @@ class Loop:
 
     def run(self) -> History:
         """Train to the end."""
-        history = self._history
         # The scope is for Ctrl-C, which may come while one inside it ends.
-        with self._world.guard(), _carried(history), \
-                self._backend.scope(), self.stop:
-            if self.folder is not None:
-                self._resume(self.folder.open())
-            total = self.num_epochs * length_hint(self.train_iter) \
-                - self.accumulate * len(history.loss_per_step) \
-                if self.progress else 0
-            with ProgressBar(self.progress, self.description or "train",
-                             max(0, total) or None, "batch") as bar:
-                try:
-                    while self._done < self.num_epochs and not self._over:
-                        self._epoch(bar)
-                    self._call("on_end")
-                    self.stop.check()
-                except Stopped:
-                    self.stop.undo()
-                    self._save()
-                    raise self.stop.error() from None
+        try:
+            with self._world.guard(), self._backend.scope(), self.stop:
+                self._run()
+        except BaseException as error:
+            with contextlib.suppress(AttributeError, TypeError):    # no place
+                error.history = self._history   # type: ignore[attr-defined]
+            raise
         give_back()
-        return history
+        return self._history
+
+    def _run(self) -> None:
+        if self.folder is not None:
+            self._resume(self.folder.open())
+        total = self.num_epochs * length_hint(self.train_iter) \
+            - self.accumulate * len(self._history.loss_per_step) \
+            if self.progress else 0
+        with ProgressBar(self.progress, self.description or "train",
+                         max(0, total) or None, "batch") as bar:
+            try:
+                while self._done < self.num_epochs and not self._over:
+                    self._epoch(bar)
+                self._call("on_end")
+                self.stop.check()
+            except Stopped:
+                self.stop.undo()
+                self._save()
+                raise self.stop.error() from None
 
     def _resume(self, found: Mapping[str, Any] | None) -> None:
         if found is not None:
