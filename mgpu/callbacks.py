@@ -18,6 +18,7 @@ second is a dict of NumPy arrays. What others keep begins anew.
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,19 +89,16 @@ class Event:
             else float("nan")
 
 
-class _Function:
-    """A function as a callback."""
-
-    def __init__(self, hook: str, function: Callable[[Event], Any]) -> None:
-        self.name = getattr(function, "__qualname__",
-                            type(function).__qualname__)
-        setattr(self, hook, function)
+def _calling(hook: str, function: Callable[[Event], Any]) -> Any:
+    """A callback that calls `function`."""
+    return SimpleNamespace(**{hook: function, "__qualname__": getattr(
+        function, "__qualname__", type(function).__qualname__)})
 
 
 def each_step(function: Callable[[Event], Any]) -> Any:
     """A callback that calls `function` with an `Event` after each step:
     ``each_step(lambda event: scheduler.step())``."""
-    return _Function("on_step", function)
+    return _calling("on_step", function)
 
 
 def _label(callback: Any) -> str:
@@ -125,15 +123,16 @@ class Calls:
     Parameters
     ----------
     callbacks : sequence
-    replicas : Replicas
+    replicas, trainer : Replicas and Trainer
     evaluates : bool
         Whether the history gets a test accuracy.
     saves : bool
         Whether checkpoints are written.
     """
 
-    def __init__(self, callbacks: Any, replicas: Replicas, evaluates: bool,
-                 saves: bool) -> None:
+    def __init__(self, callbacks: Any = (), replicas: Any = None,
+                 trainer: Any = None, evaluates: bool = False,
+                 saves: bool = False) -> None:
         self._all: list[Any] = []
         for one in callbacks:
             hooks = any(callable(getattr(one, hook, None)) for hook in _HOOKS)
@@ -143,11 +142,12 @@ class Calls:
                     "on_end(event), or is a function of an event; received "
                     f"{one!r}. Make an object of a class, or use "
                     "mgpu.callbacks.each_step(function).")
-            self._all.append(one if hooks else _Function("on_epoch", one))
-        self._world, self._replicas = replicas.span.world, replicas
+            self._all.append(one if hooks else _calling("on_epoch", one))
+        self._replicas, self._trainer = replicas, trainer
         self._own = [one for one in self._all if isinstance(one, _Lasting)]
         self._lasting = [one for one in self._all if hasattr(one, "state")
                          and hasattr(one, "restore")]
+        self._begun = False
         for one in self._own:
             one.fit(replicas, evaluates, saves)
         for one in self._lasting if saves else ():
@@ -155,51 +155,50 @@ class Calls:
                 state = one.state()
             except Exception:   # it has none before the first step
                 continue
-            self._packed(one, state)
-        #: whether any is called after steps
-        self.steps = any(hasattr(one, "on_step") for one in self._all)
+            self._pack(0, one, state, {})
 
     def names(self) -> list[str]:
         """What each is, in words that are the same on all ranks."""
-        return [one.name if isinstance(one, _Function)
-                else type(one).__qualname__ for one in self._all]
+        return [getattr(one, "__qualname__", type(one).__qualname__)
+                for one in self._all]
 
-    def begin(self) -> None:
-        """The training begins, or goes on with `restore`: nothing refuses it
-        any more."""
-        for one in self._own:
+    def _begin(self) -> None:
+        """The training begins, or is resumed: no batch was refused."""
+        for one in self._own if not self._begun else ():
             one.begin(self._replicas)
+        self._begun = True
 
-    def call(self, hook: str, event: Event) -> bool:
-        """Call `hook` of all; returns whether one of any rank asks for the
-        end."""
+    def call(self, hook: str, *place: Any) -> bool:
+        """Call `hook` of all with an `Event` of `place`; returns whether one
+        of any rank asks for the end."""
+        self._begin()
         called = [one for one in self._all if hasattr(one, hook)]
+        if not called:
+            return False
+        event = Event(self._replicas, self._trainer, *place)
         for one in called:
             getattr(one, hook)(event)
-        return bool(called) and any(self._world.gather(
+        return any(self._replicas.span.world.gather(
             f"train: callbacks, {hook}", event.stopping))
 
     def state(self) -> tuple[list[Any], dict[str, np.ndarray]]:
         """Names and states, and arrays, of those that have a state."""
+        self._begin()
         found: list[Any] = []
         arrays: Values = {}
         for i, one in enumerate(self._lasting):
-            state, own, inside = self._packed(one, one.state())
-            found.append([_label(one), state, True])
-            arrays |= {f"{i}|{name}": x for name, x in own.items()}
-            arrays |= {f"{i}:{n}": x for n, x in enumerate(inside)}
+            found.append([_label(one),
+                          self._pack(i, one, one.state(), arrays), True])
         return found, arrays
 
-    def _packed(self, one: Any, pair: Any
-                ) -> tuple[Any, dict[str, np.ndarray], list[np.ndarray]]:
-        """What ``one.state()`` gave: as JSON, and both kinds of arrays."""
-        state, arrays = pair
-        inside: list[np.ndarray] = []
+    def _pack(self, i: int, one: Any, pair: Any, arrays: Values) -> Any:
+        """What ``one.state()`` gave, as JSON; its arrays go to `arrays`."""
+        state, own = pair
         words = "the state of a callback", _label(one), "state()"
-        for x in arrays.values():       # raises for what is no array
-            extra_states.pack_one(x, [], self._replicas.backend, words)
-        return extra_states.pack_one(
-            state, inside, self._replicas.backend, words), arrays, inside
+        backend = self._replicas.backend
+        extra_states.pack([*own.values()], {}, "", backend, words)
+        arrays |= {f"{i}|{name}": x for name, x in own.items()}
+        return extra_states.pack(state, arrays, f"{i}:", backend, words)
 
     def check(self, saved: Sequence[Any]) -> None:
         """Refuse to go on with other callbacks than those of `state`
@@ -215,13 +214,14 @@ class Calls:
                 ) -> bool:
         """Go on from `state`; returns whether one had ended the
         training."""
+        self._begin()
         backend, first = self._replicas.backend, self._replicas.devices[0]
         for i, (one, (_, state, *packed)) in enumerate(
                 zip(self._lasting, saved)):
             begin = f"{i}|"
             if packed:      # by a version before, it is JSON as it is
-                state = extra_states.build(extra_states.resolve(
-                    state, f"{i}:", arrays), backend, first)
+                state = extra_states.unpack(state, arrays, f"{i}:", backend,
+                                            first)
             one.restore((state, {key.removeprefix(begin): x
                                  for key, x in arrays.items()
                                  if key.startswith(begin)}))

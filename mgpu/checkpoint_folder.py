@@ -4,7 +4,7 @@ import fcntl
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,7 +16,7 @@ from mgpu.replicas import Replicas
 from mgpu.trainer import Trainer
 
 #: by the number of steps
-_NAME = re.compile(r"step-(\d{8,})\.safetensors")
+_NAME = re.compile(r"step-\d{8,}\.safetensors")
 
 
 class Folder:
@@ -32,9 +32,8 @@ class Folder:
     def __init__(self, folder: files.FilePath, replicas: Replicas,
                  trainer: Trainer, train_iter: Any, test_iter: Any,
                  keep: int, every: int | None, prefetch: int,
-                 accumulate: int = 1,
-                 check: Callable[[Sequence[Any]], None] = lambda _: None
-                 ) -> None:
+                 accumulate: int, check: Callable[[Sequence[Any]], None],
+                 begin: tuple[str | None, int | None, int]) -> None:
         # What the program's current folder becomes does not matter.
         self._path = os.path.abspath(files.path_of(folder))
         self._replicas, self._trainer = replicas, trainer
@@ -46,7 +45,7 @@ class Folder:
         self._common = {
             "batches": len(train_iter) if self._source is None and self.midway
             else None, "accumulate": accumulate}
-        self._check_callbacks = check
+        self._check_callbacks, self._begin = check, begin
         self._keep = integer("keep", keep, 1)
         self.every = None if every is None \
             else integer("checkpoint_every", every, 1)
@@ -62,67 +61,81 @@ class Folder:
                 "mgpu.prefetch of one, or a list of batches; received "
                 f"{type(train_iter).__name__}. Leave it out: a checkpoint is "
                 "written at the end of each epoch.")
-        self._at: tuple[int, int] | None = None     # of the last file
-        self._damaged: set[str] = set()
-        self._held = contextlib.ExitStack()
-        self._descriptor = -1
+        #: epochs and name of the last file; names of damaged ones
+        self._last, self._damaged = (0, ""), set[str]()
+        self._descriptor = -1       # of the folder, on rank 0
         self._test_epoch = self._tested and self._tested.epoch
 
     def __enter__(self) -> "Folder":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._held.close()
-
-    def kept_streams(self) -> Callable[[], None]:
-        """See `Backend.kept_streams`."""
-        return self._replicas.backend.kept_streams()
+        if self._descriptor >= 0:
+            # A forked child has the descriptor too, and may outlive the run.
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            os.close(self._descriptor)
 
     # -- resuming -----------------------------------------------------------
 
-    def open(self, resume: str | None, seed: int | None, num_epochs: int
-             ) -> dict[str, Any] | None:
+    def open(self) -> dict[str, Any] | None:
         """Where the run goes on, whose state is in place then; None: at its
         beginning. Inside of `World.guard`. The folder is this run's alone
         until its block ends."""
+        resume, seed, num_epochs = self._begin
         one_of("resume", resume, (None, "auto"))
-        world, path, contents = self._replicas.span.world, None, None
+        world, name, contents = self._replicas.span.world, None, None
         if world.is_main:
             os.makedirs(self._path, exist_ok=True)
-            self._descriptor = self._held.enter_context(_lock(self._path))
+            self._lock()
             files.sweep(self._path)
-            found = self._files()
+            found = self._names()
             if found and resume is None:
                 raise FileExistsError(
                     f"{self._path!r} holds {len(found)} checkpoints. Pass "
                     "resume='auto' to go on from the newest, or another "
                     "checkpoint_dir.")
-            path, contents = self._newest(found)
+            name, contents = self._newest(found)
             if contents is not None:
                 self._check(contents[0]["loop"], num_epochs)
-        path = world.gather("train: resume", path)[0]
-        if path is None:
+        name = world.gather("train: resume", name)[0]
+        if name is None:
             return None
-        loop = checkpoint.load(path, contents, self._replicas, self._trainer,
-                               self._source, seed, "resume_seed=")
-        assert loop is not None
+        loop, arrays = checkpoint.load(
+            self._full(name), contents, self._replicas, self._trainer,
+            self._source, seed, "resume_seed=")
         if self._tested is not None and loop["test_epoch"] is not None:
             self._tested.epoch = self._test_epoch = loop["test_epoch"]
-        self._at = loop["epochs"], _steps(loop)
-        return loop
+        self._last = loop["epochs"], name
+        return {**loop, "arrays": arrays}
 
-    def _files(self) -> list[str]:
-        """The paths of all checkpoints, the newest first."""
-        found = [(int(match[1]), name) for name in os.listdir(self._path)
-                 if (match := _NAME.fullmatch(name))]
-        return [os.path.join(self._path, name)
-                for _, name in sorted(found, reverse=True)]
+    def _lock(self) -> None:
+        """The folder is of one run at a time. Where the process ends, the
+        system unlocks it."""
+        self._descriptor = os.open(self._path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(
+                f"another training runs now in {self._path!r}. Wait for its "
+                "end, or pass another checkpoint_dir.") from error
+        except OSError:     # not every file system can
+            pass
+
+    def _names(self) -> list[str]:
+        """Of all checkpoints, the newest first."""
+        return sorted(filter(_NAME.fullmatch, os.listdir(self._path)),
+                      key=lambda name: (len(name), name), reverse=True)
+
+    def _full(self, name: str) -> str:
+        return os.path.join(self._path, name)
 
     def _newest(self, found: Sequence[str]
                 ) -> tuple[str | None, checkpoint.Contents | None]:
         """The newest checkpoint that is whole; warns of those that are not,
         and remembers them."""
-        for path in found:
+        for name in found:
+            path = self._full(name)
             try:
                 contents = checkpoint.read(path)
                 loop = contents[0].get("loop")
@@ -131,15 +144,15 @@ class Folder:
                         "train resumes its own checkpoints; received "
                         f"{path!r}, one of mgpu.save_checkpoint. Load it with "
                         "mgpu.load_checkpoint.")
-                if path != self._name(loop):
+                if name != _name(loop["history"]):
                     raise CheckpointCorrupt(
-                        f"{path!r} is of {_steps(loop)} steps. Give it its "
+                        f"{path!r} is {_name(loop['history'])}. Give it its "
                         "name back, or remove it.")
-                return path, contents
+                return name, contents
             except CheckpointCorrupt as error:
-                if path == found[-1]:
+                if name == found[-1]:
                     raise
-                self._damaged.add(path)
+                self._damaged.add(name)
                 warnings.warn(f"{error} The run goes on from the checkpoint "
                               "before it.", RuntimeWarning, stacklevel=5)
         return None, None
@@ -160,44 +173,37 @@ class Folder:
 
     def rest(self, batches: Iterable[Any], used: int) -> Iterable[Any]:
         """The batches of an epoch of which `used` are done."""
-        if not used:
-            return batches
         if self._source is None:
             return islice(batches, used, None)
-        return batches if self._source.position[1] else ()
+        return batches if not used or self._source.position[1] else ()
 
     # -- writing ------------------------------------------------------------
 
     def save(self, epochs: int, history: Mapping[str, Any],
-             sizes: Sequence[int],
-             calls: tuple[list[Any], Mapping[str, Any]] | None = None
-             ) -> None:
+             sizes: Sequence[int], states: Sequence[Any],
+             arrays: Mapping[str, Any]) -> None:
         """Write a checkpoint, after `epochs` and as many steps as `sizes`
         has, with what `Calls.state` gives. What there is already is not
         written again."""
         if not sizes:
             self._test_epoch = self._tested and self._tested.epoch
-        states, arrays = calls or ([], {})
-        loop = {"epochs": epochs, "sizes": list(sizes), "history": history,
-                "test_epoch": self._test_epoch, "callbacks": states,
-                "arrays": arrays, **self._common}
-        if self._at == (epochs, _steps(loop)):
+        name = _name(history)
+        if self._last == (epochs, name):
             return
-        path, is_main = self._name(loop), self._replicas.span.world.is_main
+        is_main = self._replicas.span.world.is_main
         if is_main:
             self._check_there()
-        checkpoint.write(path, self._replicas, self._trainer, self._source,
-                         loop)
-        self._at = epochs, _steps(loop)
+        checkpoint.write(
+            self._full(name), self._replicas, self._trainer, self._source, {
+                "epochs": epochs, "sizes": list(sizes), "history": history,
+                "test_epoch": self._test_epoch, "callbacks": states,
+                **self._common}, arrays)
+        self._last = epochs, name
         if is_main:
-            self._damaged.discard(path)
-            whole = [old for old in self._files() if old not in self._damaged]
+            self._damaged.discard(name)
+            whole = [x for x in self._names() if x not in self._damaged]
             for old in whole[self._keep:]:
-                os.unlink(old)
-
-    def _name(self, loop: Mapping[str, Any]) -> str:
-        return os.path.join(self._path,
-                            f"step-{_steps(loop):08d}.safetensors")
+                os.unlink(self._full(old))
 
     def _check_there(self) -> None:
         """The folder of this run is where it was: its name may be another
@@ -210,40 +216,6 @@ class Folder:
                 "train with resume='auto'.")
 
 
-def _steps(loop: Mapping[str, Any]) -> int:
-    return len(loop["history"]["loss_per_step"])
-
-
-#: of the folders that this process holds
-_descriptors: set[int] = set()
-
-
-def _release_in_child() -> None:
-    """A forked child may outlive the run, and holds no folder."""
-    while _descriptors:
-        os.close(_descriptors.pop())
-
-
-os.register_at_fork(after_in_child=_release_in_child)
-
-
-@contextlib.contextmanager
-def _lock(path: str) -> Iterator[int]:
-    """A block for one run in a folder at a time, with the folder's
-    descriptor. Where the process ends, the system ends it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    _descriptors.add(descriptor)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(
-                f"another training runs now in {path!r}. Wait for its end, "
-                "or pass another checkpoint_dir.") from error
-        except OSError:     # not every file system can
-            pass
-        yield descriptor
-    finally:
-        if descriptor in _descriptors:      # not in a forked child
-            _descriptors.remove(descriptor)
-            os.close(descriptor)
+def _name(history: Mapping[str, Any]) -> str:
+    """Of a checkpoint: the number of its steps."""
+    return f"step-{len(history['loss_per_step']):08d}.safetensors"

@@ -1,6 +1,5 @@
 """Trainings that Gluon has begun: their files become replicas and a trainer
 that go on as MXNet would have."""
-import contextlib
 import inspect
 import math
 import os
@@ -133,8 +132,8 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
         MXNet's by nothing. The counts of a Module's file are those of
         ``begin_num_update`` there, 0 if not given, as in MXNet.
     lr_scheduler : callable, optional
-        In the place of the saved one. Needed where that is of a class of the
-        user's own.
+        In the place of the saved one, or of that in `optimizer_params`.
+        Needed where that is of a class of the user's own.
     lr_mult, wd_mult, grad_req : dict, optional
         By parameter name, Gluon's (``"conv0_weight"``) or `Parameter.name`.
         The graph holds the multipliers that the network had when it was
@@ -191,9 +190,14 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
             "out." if given else "received a file without an optimiser. Pass "
             "optimizer= and optimizer_params= of the Module, with "
             "begin_num_update, the updates so far.")
-    with _name_file(states):
+    try:
         saved = _read(file, graph, arrays, order, given, lr_scheduler,
                       batch_size)
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        why = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(
+            f"expected states of MXNet 1.9.1; {os.fspath(states)!r} has "
+            f"others, or is damaged ({why}).") from error
     if saved.copies and dtype not in (None, "float32"):
         raise ValueError(
             "a float16 network with multi_precision has its values in "
@@ -286,10 +290,7 @@ def _module_optimizer(optimizer: Any, params: Mapping[str, Any] | None,
                          f"{'no' if named else 'an Optimizer'} object.")
     if optimizer is None:
         return None
-    if known.get("lr_scheduler") is not None and schedule is not None:
-        raise ValueError("expected one lr_scheduler; received one as an "
-                         "argument and one in optimizer_params.")
-    schedule = known.get("lr_scheduler") or schedule
+    schedule = schedule or known.get("lr_scheduler")
     begin = integer("begin_num_update", known.get("begin_num_update", 0), 0)
     name = str(optimizer).lower() if named else optimizer.family
     if name in optimizers.RULES["gluon"].keys() - {*FAMILIES, "adamw"}:
@@ -326,19 +327,6 @@ def _kernel_limits(family: str, options: dict[str, Any]) -> dict[str, Any]:
     return {key: None if family in COMPILED and key in (
         "clip_gradient", "clip_weights") and is_number(x) and x <= 0 else x
         for key, x in options.items()}
-
-
-@contextlib.contextmanager
-def _name_file(states: FilePath) -> Iterator[None]:
-    """Errors of Python's, where something in the file is of another kind, as
-    one that names it."""
-    try:
-        yield
-    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        why = f"no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(
-            f"expected states of MXNet 1.9.1; {os.fspath(states)!r} has "
-            f"others, or is damaged ({why}).") from error
 
 
 def _family(record: Record) -> str:

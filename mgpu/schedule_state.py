@@ -50,29 +50,26 @@ class ScheduleState:
 
     def look(self, schedule: Schedule, number: int) -> float:
         """`rate_of`, which leaves the schedule as it was."""
-        self.begin(schedule)
-        before = self._read()
-        try:
+        with self.moving(schedule, False):
             return rate_of(schedule, number)
-        finally:
-            self._write(before, self._changed(before))
-
-    def moving(self, schedule: Any) -> contextlib.AbstractContextManager[None]:
-        """A block that may call `schedule`: what that changes is state, and
-        is undone where the block fails."""
-        self.begin(schedule)
-        return contextlib.nullcontext() if schedule is None \
-            else self._moving()
 
     @contextlib.contextmanager
-    def _moving(self) -> Iterator[None]:
-        before = self._read()
+    def moving(self, schedule: Any, stays: bool = True) -> Iterator[None]:
+        """A block that may call `schedule`: what that changes is state, and
+        is undone where the block fails, or unless it `stays`."""
+        self.begin(schedule)
+        before, done = self._read(), False
         try:
             yield
-        except BaseException:
-            self._write(before, self._changed(before))
-            raise
-        self._moved |= self._changed(before)
+            done = stays
+        finally:
+            after = self._read()
+            changed = {key for key in before.keys() | after.keys()
+                       if before.get(key) != after.get(key)}
+            if done:
+                self._moved |= changed
+            else:
+                self._write(before, changed)
 
     def export(self, schedule: Any) -> dict[str, Any] | None:
         """Its state as JSON has it, for `restore`; None without one."""
@@ -99,56 +96,52 @@ class ScheduleState:
 
     # -- its attributes -----------------------------------------------------
 
-    def _spaces(self, x: Any, path: str, seen: set[int]
-                ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The attributes of `x` and of the callables inside it, by path."""
-        if isinstance(x, MethodType):
-            x = x.__self__
-        if type(x) in _PLAIN or id(x) in seen or len(seen) > _PARTS \
-                or type(x).__module__ == lr_scheduler.__name__ \
-                or isinstance(x, (type, ModuleType, Hints)) \
-                or self._backend.parts(x) is not None:
-            return      # no state, or a network, or what trains it
-        seen.add(id(x))
-        inner: Any = {}
-        if isinstance(x, partial):
-            inner = {"func": x.func, **{str(i): part for i, part
-                                        in enumerate(x.args)}}
-        elif isinstance(x, (list, tuple, dict)):
-            if len(x) < _LARGE:
-                inner = x if isinstance(x, dict) else dict(enumerate(x))
-        elif not path or callable(x):
-            inner = getattr(x, "__dict__", {})
-            yield path, inner
-        for key, part in list(inner.items()):
-            yield from self._spaces(part, f"{path}.{key}", seen)
+    def _spaces(self) -> dict[str, dict[str, Any]]:
+        """The attributes of the schedule and of callables inside it, by
+        path."""
+        found: dict[str, dict[str, Any]] = {}
+        seen, left = set[int](), [("", self._schedule)]
+        while left:
+            path, x = left.pop()
+            if isinstance(x, MethodType):
+                x = x.__self__
+            if type(x) in _PLAIN or id(x) in seen or len(seen) > _PARTS \
+                    or type(x).__module__ == lr_scheduler.__name__ \
+                    or isinstance(x, (type, ModuleType, Hints)) \
+                    or self._backend.parts(x) is not None:
+                continue    # no state, or a network, or what trains it
+            seen.add(id(x))
+            inner: Any = {}
+            if isinstance(x, partial):
+                inner = {"func": x.func, **dict(enumerate(x.args))}
+            elif isinstance(x, (list, tuple, dict)):
+                if len(x) < _LARGE:
+                    inner = x if isinstance(x, dict) else dict(enumerate(x))
+            elif not path or callable(x):
+                inner = found[path] = getattr(x, "__dict__", {})
+            left += [(f"{path}.{key}", part)
+                     for key, part in reversed([*inner.items()])]
+        return found
 
     def _read(self) -> dict[str, Any]:
         """Attributes of plain data by path, as JSON has them."""
-        trees = {f"{path}/{name}": _tree(x)
-                 for path, space in self._spaces(self._schedule, "", set())
-                 for name, x in space.items()}
-        return {key: tree for key, tree in trees.items() if tree is not None}
-
-    def _changed(self, before: Mapping[str, Any]) -> set[str]:
-        """The keys of what is not as it was `before`."""
-        after = self._read()
-        return {key for key in before.keys() | after.keys()
-                if before.get(key) != after.get(key)}
+        return {f"{path}/{name}": tree
+                for path, space in self._spaces().items()
+                for name, x in space.items()
+                if (tree := _tree(x)) is not None}
 
     def _write(self, values: Mapping[str, Any], keys: set[str]) -> None:
         """Set the attributes `keys`; those without a value are deleted."""
-        spaces = dict(self._spaces(self._schedule, "", set())) if keys else {}
+        spaces = self._spaces() if keys else {}
         for key in keys:
             path, _, name = key.rpartition("/")
             space = spaces.get(path, {})
-            if key not in values:
-                space.pop(name, None)
-                continue
-            value, old = built(values[key]), space.get(name)
-            if type(value) is list is type(old):
-                old[:] = value      # the user may have it too
-            else:
+            old = space.pop(name, None)
+            if key in values:
+                value = built(values[key])
+                if type(value) is list is type(old):
+                    old[:] = value      # the user may have it too
+                    value = old
                 space[name] = value
 
 

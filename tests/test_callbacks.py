@@ -365,11 +365,8 @@ def test_a_refused_training_leaves_the_callbacks(backend, tmp_path):
     folder = {"callbacks": [callbacks.Checkpoint(tmp_path)]}
     for kind, options in (
             (ValueError, {"epochs": 0}), (ValueError, {"resume": "auto"}),
-            (ValueError, {"max_inflight": 0}),
             (ValueError, {"callbacks": [callbacks.EarlyStopping(2)]}),
-            (TypeError, {"evaluate": 3}), (IsADirectoryError, folder),
-            (ValueError, {"device": mgpu.cpu(9)}),
-            (ValueError, {"device": "abc"})):
+            (IsADirectoryError, folder), (ValueError, {"device": "abc"})):
         with pytest.raises(kind):
             train(run, JOINED, **{
                 **options, "callbacks": every + [free]
@@ -548,7 +545,7 @@ def test_the_state_of_callbacks_is_in_checkpoints(backend, tmp_path):
                         evaluate=accuracies(*scores))
         return run, every, history
     whole, expected, history = go(tmp_path / "whole", 9, *values)
-    assert history.test_acc == [0.1, 0.5, 0.4, 0.3]
+    assert history.test_acc == [0.1, 0.5, 0.4, 0.3]     # it ends there
     go(tmp_path / "parts", 3, *values)
     for _ in range(2):      # a run that has stopped does not begin again
         run, every, again = go(tmp_path / "parts", 9, *values[3:])

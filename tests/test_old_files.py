@@ -555,8 +555,10 @@ def test_traces(backend, writer, folder):
     result = compare()
     assert result.same and result.plan.confirmed, str(result)
     assert max(gap.relative for gap in result.gaps) < 1e-10
-    wrong = compare(optimizer="sgd", optimizer_params={"learning_rate": 0.25})
-    assert wrong.verdict == "different" and wrong.first.stage == "weight"
+    if writer == backend.name:
+        wrong = compare(optimizer="sgd",
+                        optimizer_params={"learning_rate": 0.25})
+        assert wrong.verdict == "different" and wrong.first.stage == "weight"
 
 
 def traced(writer, backend):

@@ -47,14 +47,14 @@ def test_a_killed_run_ends_as_the_uninterrupted_one(engine, tmp_path):
 
 @pytest.mark.parametrize("number, kind", [
     (signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
-def test_a_signal_ends_the_step_first(engine, tmp_path, number, kind):
+def test_a_signal_ends_the_step_first(backend, tmp_path, number, kind):
     """A checkpoint is there, from which the run goes on to the bit. (Step 7
     is the last of an epoch: on MXNet runs are equal that save at the same
     steps.)"""
     run = made(on(0, 1))
     whole = everything(run, train(run, tmp_path / "whole"))
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
-    for at in (4, 7) if engine.name == "torch" else (7,):
+    for at in (4, 7) if backend.name == "torch" else (7,):
         place = tmp_path / str(at)
         run, error = run_until(place, on(0, 1), at, signalled(number), kind)
         assert run[1].num_update == at + 1
@@ -138,7 +138,7 @@ def test_signals_of_the_program_stay_with_it(backend, tmp_path):
 
 # -- the folder ---------------------------------------------------------------
 
-def test_a_damaged_checkpoint_is_passed_over(engine, tmp_path):
+def test_a_damaged_checkpoint_is_passed_over(backend, tmp_path):
     run = made(on(0, 1))
     whole = everything(run, train(run, tmp_path / "whole"))
     place = tmp_path / "run"
@@ -314,15 +314,11 @@ def test_what_does_not_fit_is_refused(backend, tmp_path):
                        progress=False, **options)
         assert trainer.num_update == 0
     refused("go with checkpoint_dir", resume="auto")
-    refused("go with checkpoint_dir", checkpoint_every=1)
     refused("unknown resume; received 'always'", resume="always",
             checkpoint_dir=tmp_path)
     refused("keep", keep=0, checkpoint_dir=tmp_path)
     refused("checkpoint_every", checkpoint_every=0, checkpoint_dir=tmp_path)
     refused("a path names a file", TypeError, checkpoint_dir=3)
-    file = tmp_path / "file"
-    file.write_text("a person's")
-    refused("file", FileExistsError, checkpoint_dir=file)
     for ahead, drawn in ((2, mgpu.prefetch(data)),
                          (0, mgpu.prefetch(mgpu.prefetch(data)))):
         with pytest.raises(ValueError, match="one thread draws ahead.*"

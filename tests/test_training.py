@@ -71,27 +71,23 @@ def test_wrong_losses_are_refused(engine):
     with mgpu.no_grad():
         outside = x * x
     unreal = mgpu.put(np.ones(1), mgpu.cpu(0))
-    text = ("backward takes arrays of the {} backend; received {}. Pass what "
-            "the loss returned.")
     for losses, error, message in (
             (outside, RuntimeError, "backward needs losses that were computed "
-             "inside mgpu.record() from arrays with gradients attached; "
-             "received one that was not. Put the forward pass inside `with "
-             "mgpu.record():`."),
-            ([good, unreal], RuntimeError, None),
-            ([good, 1.0], TypeError, text.format(engine.name, "float")),
-            (np.ones(2), TypeError, text.format(engine.name, "ndarray")),
+             "inside mgpu.record() from arrays with gradients attached"),
+            ([good, 1.0], TypeError, f"backward takes arrays of the "
+             f"{engine.name} backend; received float. Pass what the loss "
+             "returned."),
             ([foreign], TypeError, refusal_of_foreign(engine, name)),
-            ([], ValueError, "backward needs at least one loss; received "
-             "none. Give some device rows."),
-            ([None, None], ValueError, None)):
-        with pytest.raises(error) as caught:
+            ([None, None], ValueError, "backward needs at least one loss; "
+             "received none. Give some device rows.")):
+        with pytest.raises(error, match=re.escape(message)):
             mgpu.backward(losses)
-        assert message is None or str(caught.value) == message
     assert mgpu.to_numpy(mgpu.grad(x)).tolist() == [0]
-    with pytest.raises(ValueError, match="the array has no gradient "
-                       "attached; use mgpu.attach_grad"):
-        mgpu.grad(unreal)
+    for call in (mgpu.grad, lambda y: mgpu.sgd([x, y], 0.1, 1)):
+        with pytest.raises(ValueError, match="the array has no gradient "
+                           "attached; use mgpu.attach_grad"):
+            call(unreal)
+    assert mgpu.to_numpy(x).tolist() == [2]
     with pytest.raises(ValueError, match="unknown grad_req; received 'no'"):
         mgpu.attach_grad(unreal, "no")
     for call in (mgpu.attach_grad, mgpu.grad,
@@ -116,20 +112,6 @@ def test_parallel(backend, devices):
                                       for i in numbers]
 
 
-def test_errors_in_parallel(backend):
-    """The first by number, when all have ended; lists of several lengths."""
-    ran = []
-
-    def fail(i):
-        ran.append(i)
-        raise LookupError(i)
-    with pytest.raises(LookupError, match="^0$"):
-        mgpu.parallel(fail, range(3))
-    assert sorted(ran) == [0, 1, 2]
-    with pytest.raises(ValueError, match="is longer than"):
-        mgpu.parallel(max, [1], [1, 2])
-
-
 def test_parallel_leaves_devices_without_rows_out(backend, devices):
     """So the guide's step by hand takes any loss; a list of None alone is
     what `fn` is called with."""
@@ -152,7 +134,7 @@ def test_parallel_leaves_devices_without_rows_out(backend, devices):
     check_as_on_one_device(backend, devices, go)
 
 
-def test_sgd(engine):
+def test_sgd(backend):
     """The book's function: p -= lr * grad / batch_size, grad = 0."""
     params = mgpu.get_params([np.array([[4.0, 8.0]]), np.ones(3)], mgpu.cpu(1))
     with mgpu.record():
@@ -168,33 +150,12 @@ def test_sgd(engine):
     assert mgpu.to_numpy(mgpu.grad(params[0])).tolist() == [[6, 12]]
 
 
-def test_sgd_refuses_before_it_changes_anything(backend):
-    params = mgpu.get_params([np.ones(2)], mgpu.cpu(0))
-    with mgpu.record():
-        loss = params[0] * 2
-    mgpu.backward(loss)
-    for size in (0, -1.5, None):
-        with pytest.raises(ValueError, match="batch_size must be a finite "
-                           f"number above 0; received {size}. Pass the rows"):
-            mgpu.sgd(params, 0.5, size)
-    with pytest.raises(ValueError, match="the array has no gradient attached"):
-        mgpu.sgd([params[0], mgpu.put(np.ones(1), mgpu.cpu(0))], 0.5, 1)
-    assert mgpu.to_numpy(params[0]).tolist() == [1, 1]
-    assert mgpu.to_numpy(mgpu.grad(params[0])).tolist() == [2, 2]
-
-
-def test_a_wrong_seed_is_refused(backend):
-    for wrong in (-1, 1.5, "0", None, True):
-        refuse(lambda: mgpu.seed(wrong), ValueError,
-               f"seed must be an integer of 0 or more; received {wrong!r}.")
-
-
 # -- train_batch --------------------------------------------------------------
 
-def test_train_batch_is_one_step_of_the_whole_batch(engine, devices):
+def test_train_batch_is_one_step_of_the_whole_batch(backend, devices):
     """Of native and of NumPy data; fewer rows than devices included."""
-    one = set_up(engine, on(0))
-    many = set_up(engine, devices)
+    one = set_up(backend, on(0))
+    many = set_up(backend, devices)
     start = values(many[0])
     for i, (X, y) in enumerate(batches(8, 7, 2, 1)):
         wanted, = mgpu.train_batch(X, y, *one)
@@ -214,14 +175,14 @@ def test_train_batch_is_one_step_of_the_whole_batch(engine, devices):
             assert_bit_equal(copy, copies[0])
 
 
-def test_unequal_shards(engine, devices):
+def test_unequal_shards(backend, devices):
     """``weights=[1, 2, ...]``: the same step."""
     weights = [i + 1.0 for i in range(len(devices))]
 
     def split(X, y, devices):
         return mgpu.split_batch(X, y, devices, weights=weights)
     X, y = batch(20)
-    one, many = set_up(engine, on(0)), set_up(engine, devices)
+    one, many = set_up(backend, on(0)), set_up(backend, devices)
     mgpu.train_batch(X, y, *one)
     losses = mgpu.train_batch(X, y, *many, split_f=split)
     sizes = [len(loss) for loss in losses]
@@ -355,9 +316,9 @@ def test_a_wrong_trainer_is_refused(backend):
         mgpu.train_batch(*batch(4), Trainer(), loss, Trainer())
 
 
-def test_a_leaf_that_all_losses_share(engine, devices):
+def test_a_leaf_that_all_losses_share(backend, devices):
     """Its gradient is the sum over devices, and each step's own."""
-    replicas, _, trainer = set_up(engine, devices)
+    replicas, _, trainer = set_up(backend, devices)
     weight, labels = leaf(2.0), np.arange(1.0, 6.0)
     for _ in range(2):
         mgpu.train_batch(
@@ -455,17 +416,6 @@ def test_train(backend, devices):
     assert relative_difference(history.loss_per_step, losses) < 1e-12
 
 
-def test_train_without_test_data(backend):
-    replicas, loss, trainer = set_up(backend, on(0, 1))
-    history = mgpu.train(replicas, batches(4), None, loss, trainer,
-                         np.int64(2), progress=False)
-    assert history.test_acc == [] and len(history.seconds) == 2
-    assert history.summary().startswith(
-        f"train loss: {history.train_loss[-1]:.3f}, ")
-    assert mgpu.History(["cpu(0)"]).summary() \
-        == "no finished epoch on [cpu(0)]"
-
-
 def test_a_network_with_one_output_has_its_own_measure(backend, devices):
     """`test_iter` wants scores of classes: refused before a step, not after
     an epoch, and also where the first outputs are 0."""
@@ -530,8 +480,7 @@ def test_progress_bar(backend, capsys):
 
 
 @pytest.mark.parametrize("epoch, step, window, bad", [
-    (0, 0, 2, np.nan), (0, 2, 2, np.inf), (1, 1, 2, np.nan),
-    (1, 1, 1, np.inf), (0, 0, 4, np.nan)])
+    (0, 2, 2, np.inf), (1, 1, 1, np.inf), (0, 0, 4, np.nan)])
 def test_a_loss_that_is_not_finite_names_its_step(
         backend, epoch, step, window, bad):
     devices = on(0, 1)
@@ -599,7 +548,7 @@ def test_what_ends_a_training_early_has_its_history(backend, devices):
 
 def test_the_window_changes_no_number(backend, devices):
     found = []
-    for window in (1, 2, 4):
+    for window in (1, 3):
         replicas, loss, trainer = set_up(backend, devices)
         history = mgpu.train(replicas, batches(8, 7, 1, 3, 5), None, loss,
                              trainer, 2, progress=False, max_inflight=window)
@@ -614,24 +563,19 @@ def test_the_window_changes_no_number(backend, devices):
 def test_wrong_loops_are_refused(backend):
     replicas, loss, trainer = set_up(backend, on(0))
 
-    def train(train_iter, test_iter=None, epochs=2, **options):
-        return lambda: mgpu.train(replicas, train_iter, test_iter, loss,
-                                  trainer, epochs, progress=False, **options)
+    def refused(words, train_iter, test_iter=None, epochs=2, **options):
+        with pytest.raises(ValueError, match=words):
+            mgpu.train(replicas, train_iter, test_iter, loss, trainer, epochs,
+                       progress=False, **options)
     for wrong in (0, 1.5, None, True):
-        for name, call in (
-                ("num_epochs", train(batches(2), epochs=wrong)),
-                ("max_inflight", train(batches(2), max_inflight=wrong))):
-            refuse(call, ValueError, f"{name} must be an integer of 1 or "
-                   f"more; received {wrong!r}.")
-    for what, data in (
-            ("list_iterator", (iter(batches(2)), None)),
-            ("generator", ((x for x in batches(2)), None)),
-            ("zip", (batches(2), zip([1], [2])))):
-        name = "train_iter" if data[1] is None else "test_iter"
-        refuse(train(*data), ValueError,
-               f"{name} is gone through in each epoch; received a {what}, "
-               "which gives its batches once, for 2 epochs. Pass a list, or a "
-               "data loader.")
+        words = f"must be an integer of 1 or more; received {wrong!r}"
+        refused(f"num_epochs {words}", batches(2), epochs=wrong)
+        refused(f"max_inflight {words}", batches(2), max_inflight=wrong)
+    refused("train_iter is gone through in each epoch; received a "
+            "list_iterator, which gives its batches once, for 2 epochs",
+            iter(batches(2)))
+    refused("test_iter is gone through in each epoch; received a zip",
+            batches(2), zip([1], [2]))
     assert trainer.num_update == 0
 
     class Once:
@@ -641,10 +585,8 @@ def test_wrong_loops_are_refused(backend):
             while self.left:
                 yield self.left.pop()
     for source, epoch in (([], 1), (Once(), 2)):
-        refuse(train(source), ValueError,
-               "train_iter must give a batch or more in each epoch; received "
-               f"none in epoch {epoch}. Use an iterable that can be gone "
-               "through again, such as a list.")
+        refused("train_iter must give a batch or more in each epoch; received "
+                f"none in epoch {epoch}. Use an iterable that can", source)
 
 
 def test_arguments_of_another_kind_are_named(backend):
@@ -652,36 +594,20 @@ def test_arguments_of_another_kind_are_named(backend):
     for name, wrong, words in (
             ("loss", None, "'NoneType' object is not callable"),
             ("train_iter", None, "train_iter must be an iterable of batches"),
+            ("train_iter", [np.ones((2, 6))], "pairs, .*received a ndarray"),
+            ("train_iter", [types.SimpleNamespace(data=[1], label=[2])],
+             "received a SimpleNamespace. Make pairs of them"),
             ("test_iter", 3, "test_iter must be an iterable of batches"),
             ("test_iter", [1, 2], "a int"), ("test_iter", "ab", "str"),
-            ("test_iter", [(1, 2, 3)], "a tuple"),
             ("evaluate", 3, "evaluate is a function"),
-            ("split_f", None, "'NoneType' object is not callable"),
-            ("split_f", lambda *_: None, "cannot unpack"),
+            ("split_f", lambda *_: [1], "returns two lists"),
             ("animator", True, "animator must be an mgpu.plotting.Animator")):
         with pytest.raises(TypeError, match=words):
             mgpu.train(replicas, **{
                 "train_iter": batches(2), "test_iter": None, "loss": loss,
                 "trainer": trainer, "num_epochs": 1, "progress": False,
                 name: wrong})
-    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        mgpu.train_batch(*batch(2), replicas, loss, trainer, None)
     assert trainer.num_update == 0
-
-
-def test_batches_that_are_no_pairs_are_refused(backend):
-    replicas, loss, trainer = set_up(backend, on(0, 1))
-    for wrong, words in (
-            ((1, 2, 3), "a tuple"), ([1], "a list"),
-            (np.ones((2, 6)), "a ndarray"),
-            (types.SimpleNamespace(data=[1], label=[2]), "a SimpleNamespace")):
-        for call in (lambda: mgpu.train(replicas, [wrong], None, loss,
-                                        trainer, 1, progress=False),
-                     lambda: mgpu.evaluate_accuracy_gpus(replicas, [wrong])):
-            refuse(call, TypeError, "a data iterator gives batches that are "
-                   f"pairs, (X, y), or dicts; received {words}. Make pairs of "
-                   "them: ((b['x'], b['y']) for b in batches), or ((X, X) for "
-                   "X in batches).")
 
 
 def loaders(engine, X, y, size):

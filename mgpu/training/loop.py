@@ -1,7 +1,6 @@
 """The training loop, once for both engines."""
 import contextlib
 import copy
-import hashlib
 import sys
 import time
 from collections import deque
@@ -19,7 +18,7 @@ from mgpu import distributed, prefetching
 from mgpu.arguments import batches as as_batches
 from mgpu.arguments import integer
 from mgpu.backends import get_backend, give_back, using_backend
-from mgpu.callbacks import Calls, Event
+from mgpu.callbacks import Calls
 from mgpu.checkpoint_folder import Folder
 from mgpu.device import Device
 from mgpu.errors import NonFiniteLoss
@@ -34,6 +33,7 @@ from mgpu.progress import ProgressBar
 from mgpu.replicas import Replicas
 from mgpu.split import split_batch
 from mgpu.stopping import Stop, Stopped
+from mgpu.tensor_files import digest_of
 from mgpu.trainer import Trainer, check_pair
 from mgpu.training.history import History
 from mgpu.training.step import Loss, is_number, train_batches
@@ -88,43 +88,12 @@ def _refuse_copies(world: distributed.World, data: Any, X: Any, y: Any,
 def _digest(X: Any, y: Any) -> str | None:
     """Of all values in a batch; None where it has no rows, or is nothing
     that has any."""
-    if is_empty(as_inputs(X)):
-        return None
-    found = hashlib.blake2b(digest_size=16)
     try:
-        for x in arrays_in((X, y)):
-            host = on_host(x)
-            found.update(f"{host.dtype} {host.shape}".encode())
-            found.update(np.ascontiguousarray(host).tobytes())
+        return None if is_empty(as_inputs(X)) else repr([
+            (x.dtype, x.shape, digest_of(x))
+            for x in map(on_host, arrays_in((X, y)))])
     except (TypeError, ValueError, RuntimeError):   # the step says more
         return None
-    return found.hexdigest()
-
-
-def _over_processes(world: distributed.World, means: list[float],
-                    sizes: list[int]) -> tuple[list[float], list[int]]:
-    """The mean loss and the rows of each step, over all processes."""
-    if world.size == 1 or not means:
-        return means, sizes
-    told = world.gather("the losses of an epoch", [means, sizes])
-    rows = [sum(n) for n in zip(*(n for _, n in told), strict=True)]
-    return [sum(mean[i] * n[i] for mean, n in told) / count
-            for i, count in enumerate(rows)], rows
-
-
-@contextlib.contextmanager
-def _carried(history: History) -> Iterator[None]:
-    """What ends the block early has `history` with it."""
-    try:
-        yield
-    except BaseException as error:
-        with contextlib.suppress(AttributeError, TypeError):    # no place
-            error.history = history     # type: ignore[attr-defined]
-        raise
-
-
-class _Ended(BaseException):
-    """A callback asks for the end, after a step."""
 
 
 def _grouped(batches: Iterable[Any], count: int) -> Iterator[list[Any]]:
@@ -153,10 +122,8 @@ class Loop:
         May end the training between two steps.
     folder : Folder, optional
         For checkpoints.
-    resume : callable, optional
-        Brings all to the place that it returns.
-    calls, event : Calls and callable, optional
-        The callbacks, and what makes an `Event` for them.
+    calls : Calls
+        The callbacks.
     others
         As in `train_epochs` and `train`.
     """
@@ -166,6 +133,7 @@ class Loop:
     num_epochs: int
     devices: Sequence[Device]
     stop: Stop
+    calls: Calls
     evaluate: Callable[[], float] | None
     weights: Callable[[], dict[str, Any]] | None
     progress: bool
@@ -175,9 +143,6 @@ class Loop:
     description: str = ""
     accumulate: int = 1
     folder: Folder | None = None
-    resume: Callable[[], dict[str, Any] | None] | None = None
-    calls: Calls | None = None
-    event: Callable[..., Event] | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("num_epochs", 1), ("max_inflight", 1),
@@ -199,49 +164,47 @@ class Loop:
         self._sizes: list[int] = []     # rows of the steps of this epoch
         self._joined = 0                # of them, those of all processes
         self._over = False              # a callback has ended it
-        self._begun = self.calls is None
 
     def run(self) -> History:
         """Train to the end."""
-        history = self._history
         # The scope is for Ctrl-C, which may come while one inside it ends.
-        with self._world.guard(), _carried(history), \
-                self._backend.scope(), self.stop:
-            if self.resume and (found := self.resume()) is not None:
-                self._go_on(found)
-            total = self.num_epochs * length_hint(self.train_iter) \
-                - self.accumulate * len(history.loss_per_step) \
-                if self.progress else 0
-            with ProgressBar(self.progress, self.description or "train",
-                             max(0, total) or None, "batch") as bar:
-                try:
-                    while self._done < self.num_epochs and not self._over:
-                        self._epoch(bar)
-                except _Ended:
-                    self._join()
-                    self._save()
-                except Stopped:
-                    self.stop.undo()
-                    self._save()
-                    raise self.stop.error() from None
+        try:
+            with self._world.guard(), self._backend.scope(), self.stop:
+                self._run()
+        except BaseException as error:
+            with contextlib.suppress(AttributeError, TypeError):    # no place
+                error.history = self._history   # type: ignore[attr-defined]
+            raise
+        give_back()
+        return self._history
+
+    def _run(self) -> None:
+        if self.folder is not None:
+            self._resume(self.folder.open())
+        total = self.num_epochs * length_hint(self.train_iter) \
+            - self.accumulate * len(self._history.loss_per_step) \
+            if self.progress else 0
+        with ProgressBar(self.progress, self.description or "train",
+                         max(0, total) or None, "batch") as bar:
             try:
+                while self._done < self.num_epochs and not self._over:
+                    self._epoch(bar)
                 self._call("on_end")
                 self.stop.check()
-            except Stopped:     # the last checkpoint is written
+            except Stopped:
+                self.stop.undo()
+                self._save()
                 raise self.stop.error() from None
-        give_back()
-        return history
 
-    def _go_on(self, found: Mapping[str, Any]) -> None:
-        self._begin_calls()
-        self._done, self._sizes = found["epochs"], found["sizes"]
-        self._joined = len(self._sizes)
-        self._history.take(found["history"])
-        if self.calls is not None:
+    def _resume(self, found: Mapping[str, Any] | None) -> None:
+        if found is not None:
+            self._done, self._sizes = found["epochs"], found["sizes"]
+            self._joined = len(self._sizes)
+            self._history.take(found["history"])
             self._over = self.calls.restore(found.get("callbacks", ()),
-                                             found["arrays"])
-        for epoch in range(self._done):
-            self._draw(epoch + 1)
+                                            found["arrays"])
+            for epoch in range(self._done):
+                self._draw(epoch + 1)
 
     def _epoch(self, bar: ProgressBar) -> None:
         """What is left of an epoch."""
@@ -257,11 +220,12 @@ class Loop:
             if len(sizes) == used:
                 X, y = group[0]
                 _refuse_copies(self._world, self._batches, X, y, self._done)
-            ended = self._queue(group)
+            self._over = self._queue(group)
             for _ in group:
                 bar.advance()
-            if ended:
-                raise _Ended
+            if self._over:
+                self._join()
+                return self._save()
             self.stop.check()
             if folder is not None and folder.every \
                     and (first + len(sizes)) % folder.every == 0:
@@ -307,8 +271,7 @@ class Loop:
         rows = sum(len(loss) for loss in losses if loss is not None)
         self._waiting.append((self._done, rows, losses))
         self._sizes.append(rows)
-        ended = self.calls is not None and self.calls.steps \
-            and self._call("on_step", losses)
+        ended = self._call("on_step", losses)
         del losses      # or they would outlive their settlement
         self._settle(down_to=self.max_inflight - 1)
         if self.max_inflight == 1:
@@ -337,35 +300,30 @@ class Loop:
         """Losses and rows of all steps so far are those of all processes."""
         self._settle(down_to=0)
         sizes, steps = self._sizes, self._history.loss_per_step
-        at = len(steps) - len(sizes) + self._joined
-        steps[at:], sizes[self._joined:] = _over_processes(
-            self._world, steps[at:], sizes[self._joined:])
+        new = range(self._joined, len(sizes))
         self._joined = len(sizes)
-
-    def _begin_calls(self) -> None:
-        """No batch has been refused: the callbacks begin too."""
-        if not self._begun and self.calls is not None:
-            self._begun = True
-            self.calls.begin()
+        if self._world.size > 1 and new:
+            at = len(steps) - len(sizes)
+            told = self._world.gather("the losses of an epoch", [
+                [steps[at + i] for i in new], [sizes[i] for i in new]])
+            for n, i in enumerate(new):
+                sizes[i] = sum(rows[n] for _, rows in told)
+                steps[at + i] = sum(means[n] * rows[n]
+                                    for means, rows in told) / sizes[i]
 
     def _save(self) -> None:
-        self._begin_calls()
         if self.folder is not None and (self.folder.midway
-                                         or not self._sizes):
+                                        or not self._sizes):
             self._join()
             self.folder.save(self._done, self._history.of_epochs(self._done),
-                              self._sizes,
-                              self.calls.state() if self.calls else None)
+                             self._sizes, *self.calls.state())
 
     def _call(self, hook: str, losses: Any = None) -> bool:
         """Call the callbacks; returns whether they ask for the end."""
-        if self.calls is None or self.event is None:
-            return False
-        self._begin_calls()
-        return self.calls.call(hook, self.event(
-            self._history, self._done + (losses is not None),
+        return self.calls.call(
+            hook, self._history, self._done + (losses is not None),
             self.num_epochs,
-            len(self._history.loss_per_step) + len(self._waiting), losses))
+            len(self._history.loss_per_step) + len(self._waiting), losses)
 
     def _draw(self, epoch: int) -> None:
         if self.animator is not None:
@@ -437,7 +395,7 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
         `history` what was measured until then.
     """
     return Loop(lambda batches: step(*batches[0]), train_iter, num_epochs,
-                devices, Stop(distributed.current(), False),
+                devices, Stop(distributed.current(), False), Calls(),
                 evaluate=evaluate, weights=weights, progress=progress,
                 animator=animator, description=description, prefetch=prefetch,
                 max_inflight=max_inflight).run()
@@ -554,7 +512,7 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
                 f"{what} is gone through in each epoch; received a "
                 f"{type(data).__name__}, which gives its batches once, for "
                 f"{num_epochs} epochs. Pass a list, or a data loader.")
-    judge: Loss = loss
+    score: Loss = loss
     if test_iter is not None:
         as_batches("test_iter", test_iter)
         if isinstance(test_iter, (list, tuple, str)):   # others may run out
@@ -566,7 +524,7 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
                 "both. Pass test_iter=None, and use the test data in the "
                 "function.")
 
-        def judge(output: Any, y: Any) -> Any:
+        def score(output: Any, y: Any) -> Any:
             check_scores(output)
             return loss(output, y)
 
@@ -576,26 +534,31 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
                 if split_f is split_batch else split_f, device=device)
 
     def step(batches: list[Any]) -> list[Any]:
-        nonlocal judge
-        losses = train_batches(batches, replicas, judge, trainer, split_f,
+        nonlocal score
+        losses = train_batches(batches, replicas, score, trainer, split_f,
                                clip_norm=clip_norm, batch_axis=batch_axis)
-        judge = loss        # the first output tells
+        score = loss        # the first output tells
         return _by_example(losses, batches, replicas, batch_axis)
+
+    def weights() -> dict[str, Any]:
+        replicas.check_digests(world.gather("the weights of an epoch",
+                                            replicas.digest()))
+        return {p.name: p.data() for p in replicas.params()}
     accumulate = integer("accumulate", accumulate, 1)
     batch_axis = integer("batch_axis", batch_axis, 0)
     trainer.check_parts(accumulate, clip_norm)
-    calls = Calls(callbacks, replicas, evaluate is not None,
+    calls = Calls(callbacks, replicas, trainer, evaluate is not None,
                   checkpoint_dir is not None)
-    folder = None
+    world, folder = replicas.span.world, None
     if checkpoint_dir is not None:
         folder = Folder(checkpoint_dir, replicas, trainer, train_iter,
                         test_iter, keep, checkpoint_every, prefetch,
-                        accumulate, calls.check)
+                        accumulate, calls.check,
+                        (resume, resume_seed, num_epochs))
     elif (resume, checkpoint_every, resume_seed) != (None, None, None):
         raise ValueError(
             "resume, checkpoint_every and resume_seed go with checkpoint_dir; "
             "received none. Name a folder for the checkpoints.")
-    world = replicas.span.world
     if world.size > 1:
         world.agree("mgpu.train", {
             "num_epochs": num_epochs, "loss": _named(loss),
@@ -605,20 +568,11 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
             "accumulate": accumulate, "clip_norm": clip_norm,
             "callbacks": calls.names()},
             "Pass the same to train on every rank.")
-
-    def weights() -> dict[str, Any]:
-        replicas.check_digests(world.gather("the weights of an epoch",
-                                            replicas.digest()))
-        return {p.name: p.data() for p in replicas.params()}
     with folder or contextlib.nullcontext(), \
             using_backend(replicas.backend.name):
         return Loop(
             step, train_iter, num_epochs, replicas.devices, Stop(
-                world, folder is not None,
-                folder.kept_streams if folder else None),
-            evaluate=evaluate, weights=weights, progress=progress,
-            animator=animator, prefetch=prefetch, max_inflight=max_inflight,
-            accumulate=accumulate, folder=folder,
-            resume=partial(folder.open, resume, resume_seed, num_epochs)
-            if folder else None, calls=calls,
-            event=partial(Event, replicas, trainer)).run()
+                world, folder is not None, replicas.backend.kept_streams
+                if folder else None), calls, evaluate, weights,
+            progress, animator, prefetch, max_inflight, "", accumulate,
+            folder).run()
