@@ -3,7 +3,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mgpu.arguments import Hints
 from mgpu.backends import base, get_backend, messages
 from mgpu.backends.base import BUFFERS, STATISTICS
 from mgpu.device import Device, as_device, as_devices
@@ -63,7 +62,7 @@ def _multiplier(place: int) -> Any:
     return property(lambda parameter: parameter.multipliers()[place], set_own)
 
 
-class Parameter(Hints):
+class Parameter:
     """One parameter or buffer of a `Replicas`, on all its devices.
 
     The methods are those of Gluon's `Parameter`.
@@ -86,14 +85,6 @@ class Parameter(Hints):
         What its learning rate and weight decay are multiplied by: those of
         Gluon's own Parameter, as they are now, until they are set here.
     """
-
-    _hints = {
-        **dict.fromkeys(("reset_ctx", "initialize"), "mgpu.initialize(net, "
-                        "devices, force_reinit=True) for the whole network"),
-        "cast": "mgpu.initialize(net, devices, dtype=...)",
-        **dict.fromkeys(("ctx", "context"), "Parameter.list_devices()"),
-        "var": "the network's own parameter, in replicas.net",
-        "init": "the init of mgpu.initialize"}
 
     def __init__(self, replicas: "Replicas", number: int, spec: base.Spec):
         self._replicas, self.number, self.spec = replicas, number, spec

@@ -1,6 +1,6 @@
 """What every optimiser has in common: its options and its interface."""
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -130,13 +130,6 @@ class Optimizer(Hints):
     arrays: ClassVar[tuple[str, ...]] = ()
     divides_by_rate: ClassVar[bool] = False
     needs_whole: ClassVar[bool] = False
-
-    _hints: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("lr", "set_learning_rate"),
-                        "Trainer.learning_rate and set_learning_rate"),
-        "lr_scheduler": "Trainer(..., lr_scheduler=...)",
-        "set_lr_mult": "Trainer(..., lr_mult=...)",
-        "set_wd_mult": "Trainer(..., wd_mult=...)"}
 
     learning_rate: float = 0.01
     wd: float = 0.0

@@ -7,6 +7,7 @@ letters of the formulas see `mgpu.optimizers`.
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -70,8 +71,20 @@ class NAG(SGD):
             velocity -= weight * (lr * wd)
 
 
+@dataclass(eq=False, kw_only=True)
+class _Averages(Optimizer):
+    """A rule with averages of G and of its square."""
+
+    arrays: ClassVar[tuple[str, ...]] = ("mean", "variance")
+
+    learning_rate: float = 0.001
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+
 @rule("gluon", "adam")
-class Adam(Optimizer):
+class Adam(_Averages):
     """With ``G = clip(g + wd w)``: the averages
     ``m <- beta1 m + (1 - beta1) G`` and ``v <- beta2 v + (1 - beta2) G^2``,
     then ``w <- w - lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) +
@@ -83,13 +96,6 @@ class Adam(Optimizer):
     """
 
     clips_before_decay = False
-    arrays = ("mean", "variance")
-
-    learning_rate: float = 0.001
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-
     compute_step = adam_step
 
 
@@ -109,7 +115,7 @@ class AdamW(Adam):
 
 
 @rule("gluon", "adamax")
-class Adamax(Optimizer):
+class Adamax(_Averages):
     """With ``G = clip(g + wd w)``: ``m <- beta1 m + (1 - beta1) G``,
     ``u <- max(beta2 u, |G|)``, ``w <- w - lr / (1 - beta1^t) m / u``.
 
@@ -119,17 +125,15 @@ class Adamax(Optimizer):
 
     clips_before_decay = False
     arrays = ("mean", "norm")
-    epsilon: ClassVar[float] = 0.0
+    epsilon: ClassVar[float] = 0.0      # type: ignore[misc]
 
     learning_rate: float = 0.002
-    beta1: float = 0.9
-    beta2: float = 0.999
 
     compute_step = adamax_step
 
 
 @rule("gluon", "nadam")
-class Nadam(Optimizer):
+class Nadam(_Averages):
     """Adam with Nesterov momentum on a schedule (Dozat 2016).
 
     With ``G = clip(g + wd w)``, m and v as in Adam,
@@ -165,12 +169,7 @@ class Nadam(Optimizer):
     """
 
     clips_before_decay = False
-    arrays = ("mean", "variance")
 
-    learning_rate: float = 0.001
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
     schedule_decay: float = 0.004
 
     def create_state(self, weight, ops):
@@ -359,7 +358,7 @@ def _in_float32(update: Callable[..., None]) -> Callable[..., None]:
 
 
 @rule("gluon", "lamb")
-class LAMB(Optimizer):
+class LAMB(_Averages):
     """With the averages m and v of Adam for ``G = clip(g)``, and
     ``s = m' / (sqrt(v') + epsilon) + wd w`` for ``m' = m / (1 - beta1^t)``,
     ``v' = v / (1 - beta2^t)`` (m and v themselves without
@@ -370,11 +369,7 @@ class LAMB(Optimizer):
     """
 
     needs_whole = decoupled_decay = True
-    arrays = ("mean", "variance")
 
-    learning_rate: float = 0.001
-    beta1: float = 0.9
-    beta2: float = 0.999
     epsilon: float = 1e-6
     lower_bound: float | None = None
     upper_bound: float | None = None
@@ -441,7 +436,7 @@ class LARS(SGD):
 
 
 @rule("gluon", "ftml")
-class FTML(Optimizer):
+class FTML(_Averages):
     """With ``G = clip(g + wd w)``: ``v <- beta2 v + (1 - beta2) G^2``,
     ``e = (1 - beta1^t) / lr (sqrt(v / (1 - beta2^t)) + epsilon)``,
     ``z <- beta1 z + (1 - beta1) G - (e - beta1 d) w``, then d is e and
@@ -453,9 +448,8 @@ class FTML(Optimizer):
     divides_by_rate = True
     arrays = ("d", "variance", "z")
 
+    learning_rate: float = 0.01
     beta1: float = 0.6
-    beta2: float = 0.999
-    epsilon: float = 1e-8
 
     def update(self, weight, grad, state, *, lr, wd, t, ops):
         grad = self.decayed(weight, grad, wd, ops)

@@ -4,14 +4,23 @@ Sources: ``torch/optim/*.py``, the ``_single_tensor_`` functions. For the
 letters of the formulas see `mgpu.optimizers`; ``G = clip(g) + wd w``
 throughout, unless a docstring says otherwise.
 """
+from dataclasses import dataclass
 from typing import ClassVar
 
 from mgpu.optimizers.base import (Optimizer, adadelta_step, adam_step,
                                   adamax_step, mean_square, nadam_step, rule)
 
 
-class _TorchRule(Optimizer):
-    """Torch's options under the names that Gluon's formulas have."""
+@dataclass(eq=False, kw_only=True)
+class _Averages(Optimizer):
+    """A rule with averages of G and of its square; torch's options also under
+    the names that Gluon's formulas have."""
+
+    arrays: ClassVar[tuple[str, ...]] = ("mean", "variance")
+
+    learning_rate: float = 0.002
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
 
     beta1 = property(lambda self: self.betas[0])
     beta2 = property(lambda self: self.betas[1])
@@ -58,7 +67,7 @@ class TorchNAG(TorchSGD):
 
 
 @rule("torch", "adam")
-class TorchAdam(_TorchRule):
+class TorchAdam(_Averages):
     """m and v as in Gluon's `Adam`, then
     ``w <- w - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)``.
 
@@ -66,8 +75,6 @@ class TorchAdam(_TorchRule):
     """
 
     learning_rate: float = 0.001
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
     amsgrad: bool = False
 
     def slots(self):
@@ -87,21 +94,17 @@ class TorchAdamW(TorchAdam):
 
 
 @rule("torch", "adamax")
-class TorchAdamax(_TorchRule):
+class TorchAdamax(_Averages):
     """``m <- beta1 m + (1 - beta1) G``, ``u <- max(beta2 u, |G| + eps)``,
     ``w <- w - lr / (1 - beta1^t) m / u``."""
 
     arrays = ("mean", "norm")
 
-    learning_rate: float = 0.002
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-
     compute_step = adamax_step
 
 
 @rule("torch", "nadam")
-class TorchNAdam(_TorchRule):
+class TorchNAdam(_Averages):
     """Gluon's `Nadam` with a product P of each parameter's own, kept in the
     float ``"schedule"``, and other defaults.
 
@@ -110,11 +113,6 @@ class TorchNAdam(_TorchRule):
     unless it is told otherwise; here P is double.
     """
 
-    arrays = ("mean", "variance")
-
-    learning_rate: float = 0.002
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
     momentum_decay: float = 0.004
     decoupled_weight_decay: bool = False
 
@@ -181,7 +179,7 @@ class TorchAdagrad(Optimizer):
 
 
 @rule("torch", "adadelta")
-class TorchAdadelta(_TorchRule):
+class TorchAdadelta(Optimizer):
     """Gluon's `AdaDelta` on G, with ``w <- w - lr d``."""
 
     arrays = ("variance", "delta_variance")
@@ -189,5 +187,7 @@ class TorchAdadelta(_TorchRule):
     learning_rate: float = 1.0
     rho: float = 0.9
     eps: float = 1e-6
+
+    epsilon = _Averages.epsilon
 
     compute_step = adadelta_step
