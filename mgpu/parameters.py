@@ -161,18 +161,7 @@ class Parameter:
         """The network's own gradient, the sum over all devices, then a copy
         of it on each other device. ValueError for a frozen parameter or a
         buffer: they have none."""
-        own, backend = self._grad(), self._replicas.backend
-        with backend.scope(recording=False):
-            return [own, *(backend.put(own, device)
-                           for device in self._replicas.devices[1:])]
-
-    def _grad(self) -> Any:
-        if self.grad_req == "null":
-            raise ValueError(
-                f"parameter {self.name!r} has no gradient; its grad_req is "
-                "'null' (a frozen parameter or a buffer). Set grad_req = "
-                "'write' on a parameter before the forward pass.")
-        return self._replicas.backend.grad(self.data())
+        return [self.grad(device) for device in self._replicas.devices]
 
     def data(self, device: Any = None, *, ctx: Any = None) -> Any:
         """The network's own array; on another device than the first, what
@@ -190,9 +179,20 @@ class Parameter:
         return self._replicas.network.array(self.number)
 
     def grad(self, device: Any = None, *, ctx: Any = None) -> Any:
-        """The gradient on `device`; raises as `data` and `list_grad` do."""
+        """The gradient, on another device than the first a copy; raises as
+        `data` and `list_grad` do."""
         place = self.place(device if ctx is None else ctx)
-        return self.list_grad()[place] if place else self._grad()
+        if self.grad_req == "null":
+            raise ValueError(
+                f"parameter {self.name!r} has no gradient; its grad_req is "
+                "'null' (a frozen parameter or a buffer). Set grad_req = "
+                "'write' on a parameter before the forward pass.")
+        backend = self._replicas.backend
+        own = backend.grad(self.data())
+        if not place:
+            return own
+        with backend.scope(recording=False):
+            return backend.put(own, self._replicas.devices[place])
 
     def place(self, device: Any) -> int:
         """The number of `device` among this parameter's devices (None: the

@@ -176,26 +176,8 @@ def load_parameters(replicas: "Replicas", filename: FilePath, ctx: Any = None,
         replicas.network.give_shapes({
             name: x.shape for name, x in values.items()})
         replicas.complete_values()
-    own = {p.name: p for p in replicas.all_parameters()}
-    shared = replicas.network.aliases()
-    names = {name: first for first, every in shared.items()
-             for name in every} | {name: name for name in own}
-    if ignore_extra:
-        values = {name: x for name, x in values.items() if name in names}
-    if not cast_dtype:
-        other = [f"{name}: {x.dtype} instead of {own[names[name]].dtype}"
-                 for name, x in values.items() if name in names
-                 and x.dtype.name != own[names[name]].dtype]
-        if other:
-            raise ValueError(
-                "a file has the dtypes of the parameters; received "
-                + "; ".join(other) + ". Pass cast_dtype=True to round.")
-    if allow_missing:
-        there = {names[name] for name in values if name in names}
-        values |= {
-            name: x for name, x in replicas.export_numpy(
-                all_devices=True).items() if name not in there}
-    replicas.import_numpy(values)
+    replicas.fit_numpy(values, allow_missing=allow_missing,
+                       ignore_extra=ignore_extra, cast_dtype=cast_dtype)()
 
 
 def hybridize(replicas: "Replicas", active: bool = True, **options: Any
