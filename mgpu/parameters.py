@@ -3,7 +3,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mgpu.arguments import Hints
 from mgpu.backends import base, get_backend, messages
 from mgpu.backends.base import BUFFERS, STATISTICS
 from mgpu.device import Device, as_device, as_devices
@@ -63,7 +62,7 @@ def _multiplier(place: int) -> Any:
     return property(lambda parameter: parameter.multipliers()[place], set_own)
 
 
-class Parameter(Hints):
+class Parameter:
     """One parameter or buffer of a `Replicas`, on all its devices.
 
     The methods are those of Gluon's `Parameter`.
@@ -86,14 +85,6 @@ class Parameter(Hints):
         What its learning rate and weight decay are multiplied by: those of
         Gluon's own Parameter, as they are now, until they are set here.
     """
-
-    _hints = {
-        **dict.fromkeys(("reset_ctx", "initialize"), "mgpu.initialize(net, "
-                        "devices, force_reinit=True) for the whole network"),
-        "cast": "mgpu.initialize(net, devices, dtype=...)",
-        **dict.fromkeys(("ctx", "context"), "Parameter.list_devices()"),
-        "var": "the network's own parameter, in replicas.net",
-        "init": "the init of mgpu.initialize"}
 
     def __init__(self, replicas: "Replicas", number: int, spec: base.Spec):
         self._replicas, self.number, self.spec = replicas, number, spec
@@ -170,18 +161,7 @@ class Parameter(Hints):
         """The network's own gradient, the sum over all devices, then a copy
         of it on each other device. ValueError for a frozen parameter or a
         buffer: they have none."""
-        own, backend = self._grad(), self._replicas.backend
-        with backend.scope(recording=False):
-            return [own, *(backend.put(own, device)
-                           for device in self._replicas.devices[1:])]
-
-    def _grad(self) -> Any:
-        if self.grad_req == "null":
-            raise ValueError(
-                f"parameter {self.name!r} has no gradient; its grad_req is "
-                "'null' (a frozen parameter or a buffer). Set grad_req = "
-                "'write' on a parameter before the forward pass.")
-        return self._replicas.backend.grad(self.data())
+        return [self.grad(device) for device in self._replicas.devices]
 
     def data(self, device: Any = None, *, ctx: Any = None) -> Any:
         """The network's own array; on another device than the first, what
@@ -199,9 +179,20 @@ class Parameter(Hints):
         return self._replicas.network.array(self.number)
 
     def grad(self, device: Any = None, *, ctx: Any = None) -> Any:
-        """The gradient on `device`; raises as `data` and `list_grad` do."""
+        """The gradient, on another device than the first a copy; raises as
+        `data` and `list_grad` do."""
         place = self.place(device if ctx is None else ctx)
-        return self.list_grad()[place] if place else self._grad()
+        if self.grad_req == "null":
+            raise ValueError(
+                f"parameter {self.name!r} has no gradient; its grad_req is "
+                "'null' (a frozen parameter or a buffer). Set grad_req = "
+                "'write' on a parameter before the forward pass.")
+        backend = self._replicas.backend
+        own = backend.grad(self.data())
+        if not place:
+            return own
+        with backend.scope(recording=False):
+            return backend.put(own, self._replicas.devices[place])
 
     def place(self, device: Any) -> int:
         """The number of `device` among this parameter's devices (None: the

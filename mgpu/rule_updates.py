@@ -145,9 +145,10 @@ class RuleUpdates(OptimizerObject):
 
 
 def updates_of(replicas: Replicas, optimizer: Any, options: dict[str, Any],
-               semantics: str, schedule: Any) -> OptimizerObject:
+               semantics: str, schedules: Sequence[Any]) -> OptimizerObject:
     """What updates the network of `replicas`, by the arguments of a
-    `Trainer`."""
+    `Trainer`; `schedules`: those that it was given."""
+    schedule: Any = schedules[0] if schedules else None
     if not (schedule is None or callable(schedule)):
         raise TypeError(
             "lr_scheduler is called with the number of an update; received "
@@ -155,18 +156,25 @@ def updates_of(replicas: Replicas, optimizer: Any, options: dict[str, Any],
             "function: lambda n: 0.1 * 0.5 ** (n // 100). For a "
             "schedule of torch's, give the Trainer its optimizer object, and "
             "step the schedule as in torch.")
-    own, is_rule = None, isinstance(optimizer, Optimizer)
-    if not isinstance(optimizer, (str, Optimizer)):
-        known = backends.given(optimizer)
-        if known is not None:
-            own = known.optimizer(optimizer, replicas.network)
+    is_rule = isinstance(optimizer, Optimizer)
+    known = None if is_rule or isinstance(optimizer, str) \
+        else backends.given(optimizer)
+    own = None if known is None else known.optimizer(
+        optimizer, replicas.network)
     if options and (is_rule or own is not None):
         raise ValueError("optimizer_params go with an optimiser's name; "
                          f"received {sorted(options)} with an Optimizer "
                          "object.")
+    if len(schedules) > 1 or schedules and own is not None and (
+            own.schedule is not None or not own.takes_schedule):
+        raise ValueError(
+            "expected one lr_scheduler; received one as an argument and one "
+            "in optimizer_params or in the optimiser object, whose groups "
+            "may have its rates. Give one of them; step a schedule of "
+            "torch's as in torch.")
     if own is not None:
-        if schedule is not None:
-            _set_schedule(own, schedule)
+        if schedules:
+            own.schedule = schedule
         return own
     scale = 1.0
     replaces = is_rule or "learning_rate" in options or "lr" in options
@@ -185,19 +193,6 @@ def updates_of(replicas: Replicas, optimizer: Any, options: dict[str, Any],
         else:
             optimizer.learning_rate = schedule.base_lr
     return RuleUpdates(optimizer, replicas.backend, scale, schedule)
-
-
-def _set_schedule(own: OptimizerObject, schedule: Schedule) -> None:
-    if not own.takes_schedule:
-        raise ValueError(
-            "the groups of this optimiser object have its rates; received "
-            f"lr_scheduler={schedule!r} too. Use a schedule of its own "
-            "framework, and call its step().")
-    if own.schedule is not None:
-        raise ValueError(
-            "expected one lr_scheduler; received one as an argument and one "
-            "in the optimiser object. Give one of them.")
-    own.schedule = schedule
 
 
 def rule_of(own: OptimizerObject) -> Optimizer:

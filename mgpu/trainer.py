@@ -123,10 +123,7 @@ class Trainer(Hints):
     _hints: ClassVar[Mapping[str, str]] = {
         "lr": "learning_rate and set_learning_rate",
         **dict.fromkeys(("wd", "weight_decay"), "optimizer.wd, or wd_mult"),
-        "_scale": "rescale_grad in optimizer_params, the batch_size of step "
-                  "or update, or loss_scale",
-        "param_groups": "set_learning_rate, lr_mult and wd_mult, or those of "
-                        "the torch.optim object that the Trainer was given"}
+        "param_groups": "set_learning_rate, or wd_mult and lr_mult"}
 
     def __init__(self, replicas: Replicas,
                  optimizer: str | optimizers.Optimizer,
@@ -140,7 +137,7 @@ class Trainer(Hints):
                  nonfinite: str | None = None, *, kvstore: Any = "device",
                  update_on_kvstore: bool | None = None,
                  compression_params: Any = None):
-        check_store(kvstore, compression_params, semantics)
+        check_store(kvstore, compression_params)
         #: the names of what is trained; None: all parameters
         self._names: frozenset[str] | None
         self.replicas, self._names = replicas_of(replicas)
@@ -152,17 +149,18 @@ class Trainer(Hints):
         self.lr_mult = _multipliers("lr_mult", lr_mult, names)
         self.wd_mult = _multipliers("wd_mult", wd_mult, names)
         options = dict(by_name("optimizer_params", optimizer_params))
-        schedule = options.pop("lr_scheduler", None)
-        if schedule is not None and lr_scheduler is not None:
-            raise ValueError("expected one lr_scheduler; received one as an "
-                             "argument and one in optimizer_params. Give one "
-                             "of them.")
+        schedules = [options.pop("lr_scheduler", None), lr_scheduler]
         #: what makes the updates
         self.updates: OptimizerObject = rule_updates.updates_of(
             self.replicas, optimizer, options, semantics,
-            schedule or lr_scheduler)
+            [one for one in schedules if one is not None])
         self.semantics = self.updates.semantics
-        self._check_names(self.updates.names())
+        moved = self.updates.names()
+        if None not in (self._names, moved) and self._names != moved:
+            raise ValueError(
+                "a Trainer moves what is in the groups of its optimiser "
+                f"object; received {len(self._names or ())} parameters "
+                "besides, which are not those. Pass the replicas.")
         self.update_order = ()
         self._schedule = ScheduleState(self.replicas.backend)
         self._schedule.begin(self.lr_scheduler)
@@ -178,16 +176,6 @@ class Trainer(Hints):
             share_values([[x] for x in self.updates.others()],
                          self.replicas.span)
 
-    def _check_names(self, names: frozenset[str] | None) -> None:
-        """`names`: those in the groups of an optimizer object."""
-        if None not in (self._names, names) and self._names != names:
-            raise ValueError(
-                "a Trainer moves what is in the groups of its optimiser "
-                f"object; received {len(self._names or ())} parameters "
-                "besides, which are not those. Pass the replicas.")
-        if names is not None:
-            self._names = None      # groups may be added
-
     def _facts(self) -> dict[str, Any]:
         """What an update depends on, the same on all ranks."""
         own = self.updates
@@ -201,7 +189,7 @@ class Trainer(Hints):
             "lr_mult, wd_mult and grad_req": {
                 p.name: [*map(float, self.multipliers(p)), p.grad_req]
                 for p in self.replicas.params()},
-            "parameters": sorted(self._names or ()),
+            "parameters": sorted(self._moved() or ()),
             "semantics": self.semantics,
             "schedule": type(own.schedule).__name__,
             "rescale_grad": own.scale, "nonfinite": self._loss_scale.nonfinite,
@@ -480,11 +468,6 @@ class Trainer(Hints):
         clears those of its own parameters."""
         pytorch.zero_grad(self)
 
-    def _arrays(self, parameters: Iterable[Parameter]) -> list[Any]:
-        """The network's own arrays of `parameters`."""
-        network = self.replicas.network
-        return [network.array(p.number) for p in parameters]
-
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
         """Sum the gradients over the processes, and take them for `update`.
 
@@ -509,7 +492,8 @@ class Trainer(Hints):
             with world.guard():
                 replicas.check_complete()
                 parameters = self._trained()
-                arrays = self._arrays(parameters)
+                arrays = [replicas.network.array(p.number)
+                          for p in parameters]
                 fresh = {j for j, x in enumerate(arrays)
                          if parameters[j] in held or backend.is_fresh(x)}
                 missing = {j for j in fresh
@@ -533,7 +517,14 @@ class Trainer(Hints):
             check_batch_size(whole)
         for j, p in enumerate(parameters):
             if j not in reached and not ignore_stale_grad:
-                raise _stale(p, bool(reached))
+                raise StaleGradientError(
+                    f"parameter {p.name!r} has no new gradient since the last "
+                    f"step: {'the last' if reached else 'no'} backward pass "
+                    f"{'did not reach' if reached else 'reached'} it. Run the "
+                    "forward pass inside record() and give the losses of all "
+                    "devices to one mgpu.backward; freeze the parameter "
+                    "(grad_req='null', requires_grad=False); or pass "
+                    "ignore_stale_grad=True to skip it.")
         used = sorted(reached - missing)
         self._summed = None
         self._agreement.sum({parameters[j]: j in fresh for j in used},
@@ -580,26 +571,18 @@ class Trainer(Hints):
             since then.
         """
         batch_size = self._agreement.total(
-            "update", self.num_update + 1, batch_size, **self._sums_held())
+            "update", self.num_update + 1, batch_size,
+            **self._agreement.digests(partial(self.summed, "update")))
         self._summed = self.summed("update")
         self._whole(partial(self._update, batch_size))
-
-    def _sums_held(self) -> dict[str, Any]:
-        """A checksum of each sum, which the user may have changed: they are
-        the same on all processes."""
-        if not self.replicas.span.wide:
-            return {}
-        with self.replicas.span.world.guard():
-            return {"summed gradient": self._agreement.digests(
-                self.summed("update"))}
 
     @probes.staged("update", "update", probes.weights)
     def _update(self, batch_size: float) -> None:
         debug = environment.debug()     # first: a wrong value is refused
         replicas, scale = self.replicas, self._loss_scale
         backend, summed = replicas.backend, self._summed or []
-        work = {p: x for p, x in zip(summed, self._arrays(summed))
-                if backend.has_gradient(x)}
+        work = {p: x for p in summed if backend.has_gradient(
+            x := replicas.network.array(p.number))}
         if self._loss_scale.nonfinite != "ignore" and not all_finite(
                 backend, [*map(backend.grad, work.values())]):
             self._summed = None
@@ -617,7 +600,12 @@ class Trainer(Hints):
 
     def _step(self, work: Mapping[Parameter, Any], scale: float) -> None:
         """Update the arrays of `work`, by their gradients times `scale`."""
-        own, factors = self.updates, {p.name: self._factors(p) for p in work}
+        own, factors = self.updates, {}
+        for p in work:
+            factors[p.name] = lr_mult, wd_mult = self.multipliers(p)
+            if lr_mult != 1.0 or wd_mult != 1.0:
+                finite(f"lr_mult of {p.name!r}", lr_mult)
+                finite(f"wd_mult of {p.name!r}", wd_mult)
         counts = {name: self._counts.get(name, 0) + 1 for name in factors}
         # Gluon: the largest number of updates that any parameter has had,
         # this one included. torch: one more than before.
@@ -628,14 +616,6 @@ class Trainer(Hints):
                           number, scale, self.loss_scale))
         self._counts.update(counts)
         self.num_update = own.count(number)
-
-    def _factors(self, p: Parameter) -> tuple[float, float]:
-        """`multipliers`, checked."""
-        factors = self.multipliers(p)
-        if factors != (1.0, 1.0):
-            finite(f"lr_mult of {p.name!r}", factors[0])
-            finite(f"wd_mult of {p.name!r}", factors[1])
-        return factors
 
     # -- clipping -----------------------------------------------------------
 
@@ -698,7 +678,7 @@ class Trainer(Hints):
     def _clip_summed(self, caller: str, max_norm: float,
                      batch_size: float | None, eps: float) -> float:
         finite("max_norm", max_norm, " above 0", lambda x: x > 0)
-        more = {"max_norm": max_norm, **self._sums_held()}
+        more = {"max_norm": max_norm, **self._agreement.digests(self.summed)}
         step, divisor = self.num_update + 1, 1.0
         if batch_size is None:
             self._agreement.gather(caller, step, 1, **more)
@@ -829,29 +809,16 @@ def _not_finite(work: Mapping[Parameter, Any], trainer: Trainer
         "data, or pass nonfinite='skip'.")
 
 
-def _stale(p: Parameter, reached: bool) -> StaleGradientError:
-    """No example of the batch reached `p`; `reached`: but others."""
-    return StaleGradientError(
-        f"parameter {p.name!r} has no new gradient since the last step: "
-        + ("the last backward pass did not reach it" if reached
-           else "no backward pass reached it")
-        + ". Run the forward pass inside record() and give the losses of all "
-        "devices to one mgpu.backward; freeze the parameter (grad_req='null', "
-        "requires_grad=False); or pass ignore_stale_grad=True to skip it.")
-
-
 def check_pair(replicas: Any, trainer: Any) -> None:
     """Refuse what is not replicas and their trainer."""
-    if not isinstance(replicas, Replicas):
+    if not isinstance(replicas, Replicas) or not isinstance(trainer, Trainer):
+        received = [f"{type(x).__module__}.{type(x).__qualname__}"
+                    for x in (replicas, trainer)]
         raise TypeError(
-            "expected the Replicas that mgpu.initialize returns; received "
-            f"{type(replicas).__module__}.{type(replicas).__qualname__}. "
-            "Call replicas = mgpu.initialize(net, devices), and train these.")
-    if not isinstance(trainer, Trainer):
-        raise TypeError(f"expected an mgpu.Trainer; received "
-                        f"{type(trainer).__module__}."
-                        f"{type(trainer).__qualname__}. Make one with "
-                        "mgpu.Trainer(replicas, 'sgd', ...).")
+            "expected the Replicas that mgpu.initialize returns, and their "
+            f"mgpu.Trainer; received {' and '.join(received)}. Call replicas "
+            "= mgpu.initialize(net, devices), and make an mgpu.Trainer("
+            "replicas, 'sgd', ...).")
     if trainer.replicas is not replicas:
         raise ValueError(
             "a trainer steps the replicas that it was made with; received "

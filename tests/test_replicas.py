@@ -1,9 +1,7 @@
 """Calls of `Replicas` and of one replica: inputs, devices without rows, modes,
 dropout; that a network ends when nobody uses it."""
 import contextlib
-import copy
 import gc
-import pickle
 import types
 import weakref
 
@@ -16,7 +14,6 @@ from helpers import (assert_all_equal, assert_bit_equal, bricks,
                      convnet, foreign_array, mlp, on, on_torch,
                      refusal_of_foreign, relative_difference)
 from nets import on_each, shards_of, train
-
 
 
 # -- inputs -------------------------------------------------------------------
@@ -298,12 +295,3 @@ def test_a_network_that_nobody_uses_ends(backend, devices):
     del replicas, trainer
     gc.collect()
     assert [reference() for reference in alive] == [None, None]
-
-
-def test_replicas_are_not_copied(backend):
-    """A copy would share devices, and leave the trainer behind."""
-    replicas = mgpu.initialize(mlp(backend), on(0, 1))
-    for copied, thing in ((copy.copy, replicas), (copy.deepcopy, replicas),
-                          (pickle.dumps, {"model": replicas})):
-        with pytest.raises(TypeError, match="neither copied nor pickled"):
-            copied(thing)

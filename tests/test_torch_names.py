@@ -289,7 +289,7 @@ def test_what_a_module_has_and_replicas_have_not(backend):
     for name in ("cuda", "half", "to", "apply", "modules"):
         with pytest.raises(AttributeError, match="Use .*(initialize|net)"):
             getattr(replicas, name)
-    with pytest.raises(AttributeError, match="of the Replicas"):
+    with pytest.raises(AttributeError, match="Use Replicas.state_dict"):
         replicas[0].state_dict
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mgpu import gluon_io
-from mgpu.arguments import Hints, is_number, number, one_of
+from mgpu.arguments import is_number, number, one_of
 from mgpu.backends import get_backend, messages
 from mgpu.backends.base import BUFFERS, Backend
 from mgpu.device import Device, as_devices
@@ -24,42 +24,12 @@ _STORES = ("device", "local", "local_update_cpu", "local_allreduce_cpu",
 _OWN_RATE = ("adam", "adamw", "adamax", "lamb", "nadam", "rmsprop", "signum")
 
 
-_ANEW = "mgpu.initialize(net, devices, force_reinit=True), with init='keep' " \
-    "to keep the values"
-#: names of a Gluon Block that `Replicas` and its views do not have
-GLUON_HINTS = {
-    "cast": "mgpu.initialize(net, devices, dtype=...)",
-    **dict.fromkeys(("reset_ctx", "initialize"), _ANEW),
-    "forward": "replicas(shards), or replicas[i](x)",
-    "hybrid_forward": "replicas(shards), or replicas[i](x)",
-    "apply": "replicas.net.apply(fn), before mgpu.initialize",
-    "summary": "repr(replicas), or replicas.net.summary on MXNet",
-    "export": "replicas.net.export on MXNet, after replicas.hybridize() and a "
-              "pass; mgpu.to_pt2 on torch",
-    **dict.fromkeys(("save_params", "load_params"), "Replicas.save_parameters "
-                    "and load_parameters"),
-    **dict.fromkeys(("prefix", "name_scope", "register_child",
-                     "register_forward_hook", "register_forward_pre_hook"),
-                    "replicas.net, the user's network")}
-#: names of all replicas together
-VIEW_HINTS = {name: f"Replicas.{name}, of all replicas" for name in (
-    "collect_params", "save_parameters", "load_parameters", "hybridize",
-    "params", "zero_grad")}
-
-
-class Parameters(Hints, Mapping):
+class Parameters(Mapping):
     """Parameters and buffers of a `Replicas` by name, as Gluon's
     ParameterDict: what `Replicas.collect_params` returns.
 
     A mapping of str to `Parameter`, in the order of the network.
     """
-
-    _hints = {
-        **dict.fromkeys(("initialize", "reset_ctx"), _ANEW),
-        "save": "Replicas.save_parameters", "load": "Replicas.load_parameters",
-        **dict.fromkeys(("get", "get_constant", "update"), "replicas.net, "
-                        "where parameters are made"),
-        "prefix": "the names, which are paths in the network"}
 
     def __init__(self, parameters: Sequence[Any]):
         self._by_name = {p.name: p for p in parameters}
@@ -90,15 +60,13 @@ class Parameters(Hints, Mapping):
     def setattr(self, name: str, value: Any) -> None:
         """Set ``grad_req``, ``lr_mult`` or ``wd_mult`` of each parameter;
         buffers have none of them. AttributeError for another name."""
-        if name == "grad_req":
-            messages.check_grad_req(value)
-        elif name in ("lr_mult", "wd_mult"):
-            number(name, value)
-        else:
+        if name not in ("grad_req", "lr_mult", "wd_mult"):
             raise AttributeError(
                 "grad_req, lr_mult and wd_mult of parameters are set; "
                 f"received {name!r}. Other attributes are those of the "
                 "network: see replicas.net.")
+        if name != "grad_req":      # whose word the first one checks
+            number(name, value)
         for p in self._by_name.values():
             if p.kind not in BUFFERS:
                 setattr(p, name, value)
@@ -119,18 +87,14 @@ def collect_params(replicas: "Replicas", select: str | None = None
     Raises
     ------
     ValueError
-        It matches none of the names, which are listed, or is no regular
-        expression.
+        It matches none of the names, which are listed.
+    re.error
+        No regular expression.
     """
     every = replicas.all_parameters()
     if select is None:
         return Parameters(every)
-    try:
-        pattern = re.compile(select)
-    except (re.error, TypeError):
-        raise ValueError("select must be a regular expression; received "
-                         f"{select!r}.") from None
-    found = [p for p in every if pattern.match(p.name)]
+    found = [p for p in every if re.match(select, p.name)]
     if not found:
         raise ValueError(
             "select matches names of parameters from their beginning; "
@@ -199,11 +163,7 @@ def load_parameters(replicas: "Replicas", filename: FilePath, ctx: Any = None,
             "replicas stay on their devices; received ctx="
             f"{as_devices(ctx)} for {replicas.devices}. Leave ctx out, or "
             "mgpu.initialize the network on those.")
-    if dtype_source != "current":
-        raise ValueError(
-            "parameters keep their dtype (dtype_source='current'); "
-            f"received {dtype_source!r}. Call mgpu.initialize(net, "
-            "devices, dtype=...).")
+    one_of("dtype_source", dtype_source, ("current",))
     loaded = gluon_io.load_params(filename)
     if not isinstance(loaded, dict):
         raise ValueError("a file of parameters has names; received "
@@ -212,27 +172,12 @@ def load_parameters(replicas: "Replicas", filename: FilePath, ctx: Any = None,
     values = {re.sub("^(arg|aux):", "", name): x
               if isinstance(x, np.ndarray) else x.to_dense()
               for name, x in loaded.items()}
-    replicas.complete_shapes({name: x.shape for name, x in values.items()})
-    own = {p.name: p for p in replicas.all_parameters()}
-    shared = replicas.network.aliases()
-    names = {name: first for first, every in shared.items()
-             for name in every} | {name: name for name in own}
-    if ignore_extra:
-        values = {name: x for name, x in values.items() if name in names}
-    if not cast_dtype:
-        other = [f"{name}: {x.dtype} instead of {own[names[name]].dtype}"
-                 for name, x in values.items() if name in names
-                 and x.dtype.name != own[names[name]].dtype]
-        if other:
-            raise ValueError(
-                "a file has the dtypes of the parameters; received "
-                + "; ".join(other) + ". Pass cast_dtype=True to round.")
-    if allow_missing:
-        there = {names[name] for name in values if name in names}
-        values |= {
-            name: x for name, x in replicas.export_numpy(
-                all_devices=True).items() if name not in there}
-    replicas.import_numpy(values)
+    if not replicas.complete:
+        replicas.network.give_shapes({
+            name: x.shape for name, x in values.items()})
+        replicas.complete_values()
+    replicas.fit_numpy(values, allow_missing=allow_missing,
+                       ignore_extra=ignore_extra, cast_dtype=cast_dtype)()
 
 
 def hybridize(replicas: "Replicas", active: bool = True, **options: Any
@@ -342,14 +287,8 @@ def clip_global_norm(arrays: Sequence[Any], max_norm: float,
                        dtype="float64" if wide else "float32")
 
 
-def check_store(kvstore: Any, compression_params: Any, semantics: Any
-                ) -> None:
+def check_store(kvstore: Any, compression_params: Any) -> None:
     """Refuse what would change numbers, or what mgpu does by another word."""
-    if str(semantics).startswith((*_STORES, "nccl", "dist")):
-        raise ValueError(
-            "the fourth argument of mgpu.Trainer is semantics, not Gluon's "
-            f"kvstore; received {semantics!r}. Write kvstore={semantics!r}, "
-            "or leave it out.")
     if getattr(kvstore, "type", kvstore) not in (None, *_STORES):
         raise ValueError(
             f"unknown kvstore; received {kvstore!r}. Leave it out: a Trainer "

@@ -18,16 +18,16 @@ over its contexts. `gluon.data.DataLoader` gives arrays on the host, whose
 list of arrays, one for each context, as in Gluon.
 """
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as _np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 import mgpu
 from mgpu import arguments, initializers, losses, lr_scheduler, metrics
-from mgpu.arguments import Hints, one_of
+from mgpu.arguments import one_of
 from mgpu.device import as_devices
 from mgpu.nested import OnDevices, shards_of
 
@@ -51,7 +51,7 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     _np.power: operator.pow, _np.negative: operator.neg}
 
 
-class Rows(Hints, OnDevices, NDArrayOperatorsMixin):
+class Rows(OnDevices, NDArrayOperatorsMixin):
     """A batch on its contexts, as one array is in a Gluon script.
 
     ``len`` and `shape` are those of the whole batch. Numbers and other `Rows`
@@ -63,13 +63,6 @@ class Rows(Hints, OnDevices, NDArrayOperatorsMixin):
         One for each context; None where there are no rows.
     context : list of Device
     """
-
-    _hints = {
-        "asscalar": "asnumpy()",
-        **dict.fromkeys(("argmax", "max", "min", "reshape", "astype"),
-                        "asnumpy(), and NumPy's functions"),
-        **dict.fromkeys(("mean", "sum"), "asnumpy().mean(), and backward of "
-                        "the losses themselves: a step divides by the rows")}
 
     def __init__(self, shards: list[Any], context: Sequence[Any]):
         if any(x is not None and not len(x) for x in shards):
@@ -105,13 +98,6 @@ class Rows(Hints, OnDevices, NDArrayOperatorsMixin):
 
     def __len__(self) -> int:
         return sum(map(len, self._own))
-
-    def _not_an_array(self, *_: Any) -> Any:
-        raise TypeError("a batch on its contexts has no truth value and no "
-                        f"items; received {self!r}. Use asnumpy(), or shards, "
-                        "the arrays of each context.")
-
-    __bool__ = __iter__ = __getitem__ = _not_an_array
 
     def like(self, results: list[Any]) -> Any:
         """`results` as `Rows` on the same contexts: see `OnDevices`."""
@@ -157,27 +143,26 @@ class Rows(Hints, OnDevices, NDArrayOperatorsMixin):
                 f"{ufunc.__name__} of {self!r}. Use asnumpy().")
         columns = []
         for x in inputs:
-            if isinstance(x, _NUMBERS):
-                columns.append([x] * len(self.shards))
-                continue
-            if not isinstance(x, Rows):
+            if not isinstance(x, (Rows, *_NUMBERS)):
                 raise TypeError(
                     "a batch on its contexts is joined with numbers and other "
                     f"batches; received {type(x).__name__}. Put an array on "
                     "the contexts first: x.as_in_context(ctx).")
-            if "float" not in str(x.dtype):
+            if isinstance(x, _NUMBERS):
+                columns.append([x] * len(self.shards))
+            elif "float" not in str(x.dtype):
                 raise TypeError(
                     "batches on their contexts compute in floats; received "
                     f"{x!r} of {x.dtype}. Convert it on the host: "
                     "x.astype('float32').as_in_context(ctx).")
-            if [(len(a), a.ndim) for a in self._own] != [
-                    (len(a), a.ndim) for a in x._own] \
-                    or self.context != x.context:
+            elif (x.shape[:1], x.ndim, x.context) != (
+                    self.shape[:1], self.ndim, self.context):
                 raise ValueError(
                     "two batches have the same rows on the same contexts, "
                     f"and as many axes; received {self!r} and {x!r}. "
                     "Reshape them on the host.")
-            columns.append(x.shards)
+            else:
+                columns.append(x.shards)
         return Rows([None if one is None else of(*row) for one, row in zip(
             self.shards, zip(*columns))], self.context)
 
@@ -209,11 +194,19 @@ class HostArray(_np.ndarray):
 
 # -- names --------------------------------------------------------------------
 
-class Names(Hints, SimpleNamespace):
+def _missing(name: str) -> NoReturn:
+    raise AttributeError(
+        f"mgpu.compat.mxnet has no {name!r}. Networks are those of "
+        "mxnet.gluon or torch.nn, arrays are NumPy's on the host or "
+        "mgpu.put(x, device); docs/guide/habits.md has the other names.")
+
+
+class Names(SimpleNamespace):
     """A module of MXNet's with the names that have a meaning here."""
 
-    def __init__(self, hints: Mapping[str, str], **names: Any):
-        super().__init__(_hints=hints, **names)
+    if not TYPE_CHECKING:
+        def __getattr__(self, name):
+            _missing(name)
 
 
 def initialize(net: Any, init: Any = None, ctx: Any = None,
@@ -280,42 +273,9 @@ def backward(heads: Any) -> None:
 
 # -- data ---------------------------------------------------------------------
 
-class ArrayDataset:
-    """Rows of arrays of equal lengths, as Gluon's: an entry is a tuple of a
-    row of each; of one array, its row."""
+class _Entries:
+    """`length` entries of a data set, each made when it is read."""
 
-    def __init__(self, *arrays: Any):
-        if not arrays or len({len(x) for x in arrays}) != 1:
-            raise ValueError(
-                "a data set has arrays of one length; received lengths "
-                f"{[len(x) for x in arrays]}. Give each row its label.")
-        backend = mgpu.backends.get_backend()
-        self._arrays = [backend.to_numpy(x) if backend.is_native(x) else x
-                        for x in arrays]
-
-    def __len__(self) -> int:
-        return len(self._arrays[0])
-
-    def __getitem__(self, i: Any) -> Any:
-        row = tuple(_np.asarray(x[i]) for x in self._arrays)
-        return row if len(row) > 1 else row[0]
-
-    def transform(self, fn: Callable[..., Any], lazy: bool = True) -> Any:
-        """``fn(*row)`` in the place of each row; where it is read, or now."""
-        def entry(i: Any) -> Any:
-            row = self[i]
-            return fn(*row) if isinstance(row, tuple) else fn(row)
-        return _Entries(len(self), entry if lazy else [
-            entry(i) for i in range(len(self))].__getitem__)
-
-    def transform_first(self, fn: Callable[[Any], Any], lazy: bool = True
-                        ) -> Any:
-        """``fn`` of the first array of each row; the others stay."""
-        return self.transform(lambda x, *more: (fn(x), *more) if more
-                              else fn(x), lazy)
-
-
-class _Entries(ArrayDataset):
     def __init__(self, length: int, entry: Callable[[Any], Any]):
         self._length, self._entry = length, entry
 
@@ -324,6 +284,40 @@ class _Entries(ArrayDataset):
 
     def __getitem__(self, i: Any) -> Any:
         return self._entry(i)
+
+    def transform(self, fn: Callable[..., Any], lazy: bool = True
+                  ) -> "_Entries":
+        """``fn(*row)`` in the place of each row; where it is read, or now."""
+        def entry(i: Any) -> Any:
+            row = self[i]
+            return fn(*row) if isinstance(row, tuple) else fn(row)
+        return _Entries(len(self), entry if lazy else list(
+            map(entry, range(len(self)))).__getitem__)
+
+    def transform_first(self, fn: Callable[[Any], Any], lazy: bool = True
+                        ) -> "_Entries":
+        """``fn`` of the first array of each row; the others stay."""
+        return self.transform(lambda x, *more: (fn(x), *more) if more
+                              else fn(x), lazy)
+
+
+class ArrayDataset(_Entries):
+    """Rows of arrays of equal lengths, as Gluon's: an entry is a tuple of a
+    row of each; of one array, its row."""
+
+    def __init__(self, *arrays: Any):
+        if len({len(x) for x in arrays}) != 1:
+            raise ValueError(
+                "a data set has arrays of one length; received lengths "
+                f"{[len(x) for x in arrays]}. Give each row its label.")
+        backend = mgpu.backends.get_backend()
+        host = [backend.to_numpy(x) if backend.is_native(x) else x
+                for x in arrays]
+
+        def entry(i: Any) -> Any:
+            row = tuple(_np.asarray(x[i]) for x in host)
+            return row if len(row) > 1 else row[0]
+        super().__init__(len(arrays[0]), entry)
 
 
 class DataLoader:
@@ -397,54 +391,21 @@ def stacked(entries: list[Any]) -> Any:
 
 # -- the modules --------------------------------------------------------------
 
-_NETWORKS = "mxnet.gluon or torch.nn: a network is that of one framework"
-_ARRAYS = "NumPy arrays, or mgpu.put(x, device)"
-
 init = initializer = initializers
-metric = Names(dict.fromkeys(
-    ("MAE", "MSE", "RMSE", "CrossEntropy", "NegativeLogLikelihood", "MCC",
-     "PearsonCorrelation", "CustomMetric", "np"),
-    "NumPy on the outputs of Replicas.predict"), **{
-        name: getattr(metrics, name) for name in metrics.__all__})
-autograd = Names({
-    "grad": "mgpu.backward and mgpu.grad",
-    "train_mode": "autograd.record(), inside which layers train",
-    "predict_mode": "autograd.pause(), inside which layers predict"},
-    record=mgpu.record, pause=mgpu.no_grad, backward=backward)
-nd = Names({
-    **dict.fromkeys(("array", "zeros", "ones"), _ARRAYS),
-    "save": "Replicas.save", "load": "Replicas.load"},
-    waitall=mgpu.waitall)
-random = Names({}, seed=mgpu.seed)
+metric = Names(**{name: getattr(metrics, name) for name in metrics.__all__})
+autograd = Names(record=mgpu.record, pause=mgpu.no_grad, backward=backward)
+nd = Names(waitall=mgpu.waitall)
+random = Names(seed=mgpu.seed)
 gluon = Names(
-    {**dict.fromkeys(("contrib", "nn", "rnn", "Block", "HybridBlock",
-                      "model_zoo"), _NETWORKS),
-     "SymbolBlock": "mgpu.from_gluon"},
     Trainer=mgpu.Trainer, Parameter=mgpu.Parameter, metric=metric,
-    loss=Names({
-        "Loss": "a function of output and label, which gives a value for each "
-        "row"}, **{
+    loss=Names(**{
         name: _over_devices(cls) for name, cls in vars(losses).items()
         if isinstance(cls, type) and issubclass(cls, losses.Loss)
         and cls is not losses.Loss}),
-    utils=Names({"download": "mgpu.datasets"},
-                split_and_load=mgpu.split_and_load, split_data=mgpu.split_data,
+    utils=Names(split_and_load=mgpu.split_and_load, split_data=mgpu.split_data,
                 clip_global_norm=mgpu.clip_global_norm),
-    data=Names({"vision": "mgpu.datasets"},
-               ArrayDataset=ArrayDataset, DataLoader=DataLoader))
-
-#: other modules of MXNet's, and what to use
-_MODULES = {
-    **dict.fromkeys(("np", "npx"), "NumPy on the host"),
-    **dict.fromkeys(("sym", "symbol"), _NETWORKS),
-    **dict.fromkeys(("mod", "module"), "gluon, or mgpu.train"),
-    **dict.fromkeys(("kv", "kvstore"), "gluon.Trainer"),
-    "context": "cpu(), gpu() and num_gpus()", "test_utils": "mgpu.testing",
-    "optimizer": "the name and a dict of options in gluon.Trainer, or an "
-    "object of mxnet.optimizer's", "callback": "mgpu.callbacks",
-    "io": "gluon.data.DataLoader, or that of mxnet in mgpu.train"}
+    data=Names(ArrayDataset=ArrayDataset, DataLoader=DataLoader))
 
 
 def __getattr__(name: str) -> Any:
-    use = f". Use {_MODULES[name]}." if name in _MODULES else ""
-    raise AttributeError(f"mgpu.compat.mxnet has no {name!r}{use}")
+    _missing(name)

@@ -8,27 +8,6 @@ if TYPE_CHECKING:
     from mgpu.replicas import Replicas  # noqa: F401
     from mgpu.trainer import Trainer
 
-_DTYPE = "mgpu.initialize(net, devices, dtype=...)"
-#: names of a Module that `Replicas` does not have, and what to use
-TORCH_HINTS = {
-    **dict.fromkeys(("half", "float", "double", "bfloat16", "type"),
-                    f"{_DTYPE}, or autocast=, before training"),
-    **dict.fromkeys(("cuda", "cpu"), "mgpu.initialize(net, devices), which "
-                    "says where a network lives"),
-    "to": f"mgpu.initialize(net, devices), and {_DTYPE}",
-    **dict.fromkeys(
-        ("modules", "named_modules", "children", "named_children", "apply",
-         "requires_grad_", "get_submodule", "register_forward_hook",
-         "register_forward_pre_hook", "register_buffer"),
-        "the same method of replicas.net, the user's network"),
-    "device_ids": "replicas.devices"}
-#: those that it has, and one replica does not
-TORCH_VIEW_HINTS = dict.fromkeys(
-    ("train", "eval", "parameters", "named_parameters", "buffers",
-     "named_buffers", "state_dict", "load_state_dict", "module", "zero_grad"),
-    "the method of the same name of the Replicas, which is for all devices")
-
-
 class IncompatibleKeys(NamedTuple):
     """What `Replicas.load_state_dict` returns, as torch's does."""
 

@@ -141,11 +141,17 @@ class StepAgreement:
                            algorithm=self._strategy)
             replicas.carried = [p for p in parameters if p.grad_req == "add"]
 
-    def digests(self, parameters: Sequence[Parameter]) -> dict[str, int]:
-        """A checksum of the gradient of each."""
-        return {p.name: zlib.crc32(np.ascontiguousarray(
-            self._replicas.backend.to_numpy(p.grad())).tobytes())
-            for p in parameters}
+    def digests(self, parameters: Callable[[], Iterable[Parameter]]
+                ) -> dict[str, Any]:
+        """With several processes, a checksum of the gradient of each, which
+        the user may have changed."""
+        if not self._replicas.span.wide:
+            return {}
+        with self._world.guard():
+            return {"summed gradient": {
+                p.name: zlib.crc32(np.ascontiguousarray(
+                    self._replicas.backend.to_numpy(p.grad())).tobytes())
+                for p in parameters()}}
 
     def _check_part(self, batch_size: float | None) -> None:
         """Raise ValueError for no examples where this rank has a part in the

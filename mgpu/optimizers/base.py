@@ -1,5 +1,6 @@
 """What every optimiser has in common: its options and its interface."""
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -105,8 +106,9 @@ class Optimizer(Hints):
         it is added to the gradient, so that the state contains it too.
         False where an option decides (torch's nadam).
     arrays : tuple of str
-        The names of the arrays that `create_state` makes. Where they depend
-        on the options, the class overrides `slots`.
+        The names of the arrays that `create_state` makes. One that is called
+        as an option is made where the option is not 0. Where they depend on
+        the options otherwise, the class overrides `slots`.
     divides_by_rate : bool
         Whether `update` divides by the rate, which is then above 0.
     needs_whole : bool
@@ -128,13 +130,6 @@ class Optimizer(Hints):
     arrays: ClassVar[tuple[str, ...]] = ()
     divides_by_rate: ClassVar[bool] = False
     needs_whole: ClassVar[bool] = False
-
-    _hints: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("lr", "set_learning_rate"),
-                        "Trainer.learning_rate and set_learning_rate"),
-        "lr_scheduler": "Trainer(..., lr_scheduler=...)",
-        "set_lr_mult": "Trainer(..., lr_mult=...)",
-        "set_wd_mult": "Trainer(..., wd_mult=...)"}
 
     learning_rate: float = 0.01
     wd: float = 0.0
@@ -230,11 +225,20 @@ class Optimizer(Hints):
         ops : Ops
             The functions of the engine that the arrays belong to.
         """
+        decay = wd if self.decoupled_decay else 0.0
+        step = self.compute_step(
+            self.decayed(weight, grad, wd - decay, ops), state, lr, t, ops)
+        weight -= step + weight * (lr * decay) if decay else step
+
+    def compute_step(self, grad: Array, state: State, lr: float, t: int,
+                     ops: Ops) -> Array:
+        """What the weight loses by G = grad, without decoupled decay; called
+        by `update`, unless a class has its own. It is not written to."""
         raise NotImplementedError
 
     def slots(self) -> tuple[str, ...]:
         """The names of the arrays that `create_state` makes."""
-        return self.arrays
+        return tuple(x for x in self.arrays if getattr(self, x, True))
 
     def clipped(self, x: Array, ops: Ops) -> Array:
         """`x` with every element within +-`clip_gradient`."""
@@ -274,26 +278,63 @@ def nadam_momentum(beta1: float, decay: float, t: int) -> float:
     return beta1 * (1 - 0.5 * 0.96 ** (t * decay))
 
 
-def nadam_update(weight: Array, grad: Array, state: State, lr: float, t: int,
-                 ops: Ops, beta1: float, beta2: float, epsilon: float,
-                 decay: float) -> None:
-    """The update of `Nadam`, for G = grad; the same in both libraries."""
-    mean, variance = state["mean"], state["variance"]
-    now = nadam_momentum(beta1, decay, t)
-    later = nadam_momentum(beta1, decay, t + 1)
+# Of both libraries, as methods of their classes.
+
+def averages(self, grad, state):
+    """Adam's m and v, moved by G = grad."""
+    move_average(state["mean"], grad, self.beta1)
+    move_average(state["variance"], grad * grad, self.beta2)
+    return state["mean"], state["variance"]
+
+
+def adam_step(self, grad, state, lr, t, ops):
+    """`compute_step` of Adam; with the largest v so far in the place of v
+    where the state has a ``"max_variance"``."""
+    mean, variance = averages(self, grad, state)
+    if "max_variance" in state:
+        largest = state["max_variance"]
+        largest[:] = ops.maximum(largest, variance)
+        variance = largest
+    root = math.sqrt(1 - self.beta2 ** t)
+    # Gluon's epsilon is outside the bias correction.
+    epsilon = self.epsilon * (root if self.semantics == "torch" else 1.0)
+    return mean * (lr * root / (1 - self.beta1 ** t)) / (
+        ops.sqrt(variance) + epsilon)
+
+
+def adamax_step(self, grad, state, lr, t, ops):
+    """`compute_step` of Adamax, with epsilon added to the size of G."""
+    mean, norm = state["mean"], state["norm"]
+    move_average(mean, grad, self.beta1)
+    norm[:] = ops.maximum(norm * self.beta2, ops.abs(grad) + self.epsilon)
+    return mean * (lr / (1 - self.beta1 ** t)) / norm
+
+
+def nadam_step(self, grad, state, lr, t, ops):
+    """`compute_step` of Nadam."""
+    now = nadam_momentum(self.beta1, self.schedule_decay, t)
+    later = nadam_momentum(self.beta1, self.schedule_decay, t + 1)
     product = state["schedule"] = float(state["schedule"]) * now
-    move_average(mean, grad, beta1)
-    move_average(variance, grad * grad, beta2)
+    mean, variance = averages(self, grad, state)
     step = grad * (lr * (1 - now) / (1 - product))
     step += mean * (lr * later / (1 - product * later))
-    weight -= step / (ops.sqrt(variance / (1 - beta2 ** t)) + epsilon)
+    return step / (ops.sqrt(variance / (1 - self.beta2 ** t)) + self.epsilon)
 
 
-def adadelta_step(grad: Array, state: State, ops: Ops, rho: float,
-                  epsilon: float) -> Array:
-    """The step d of `AdaDelta`, for G = grad; the same in both libraries."""
+def adadelta_step(self, grad, state, lr, t, ops):
+    """`compute_step` of AdaDelta."""
     variance, past = state["variance"], state["delta_variance"]
-    move_average(variance, grad * grad, rho)
-    step = ops.sqrt((past + epsilon) / (variance + epsilon)) * grad
-    move_average(past, step * step, rho)
-    return step
+    move_average(variance, grad * grad, self.rho)
+    step = ops.sqrt((past + self.epsilon) / (variance + self.epsilon)) * grad
+    move_average(past, step * step, self.rho)
+    return step * lr
+
+
+def mean_square(grad: Array, state: State, keep: float) -> Array:
+    """The average of G^2 that RMSProp keeps, moved by G = grad; minus the
+    square of the average of G where the state has a ``"mean"``."""
+    move_average(state["variance"], grad * grad, keep)
+    if "mean" not in state:
+        return state["variance"]
+    move_average(state["mean"], grad, keep)
+    return state["variance"] - state["mean"] * state["mean"]

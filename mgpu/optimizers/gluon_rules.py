@@ -7,12 +7,15 @@ letters of the formulas see `mgpu.optimizers`.
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from mgpu.backends.base import Array, Ops
-from mgpu.optimizers.base import (Optimizer, State, adadelta_step, limited,
-                                  move_average, nadam_momentum, nadam_update,
+from mgpu.optimizers.base import (Optimizer, adadelta_step, adam_step,
+                                  adamax_step, averages, limited, mean_square,
+                                  move_average, nadam_momentum, nadam_step,
                                   rule)
 
 #: the families whose kernels in MXNet get their numbers as float32
@@ -28,11 +31,9 @@ class SGD(Optimizer):
     """
 
     rate_in_velocity = True
+    arrays = ("momentum",)
 
     momentum: float = 0.0
-
-    def slots(self):
-        return ("momentum",) if self.momentum else ()
 
     def update(self, weight, grad, state, *, lr, wd, t, ops):
         step = self.decayed(weight, grad, wd, ops) * lr
@@ -70,8 +71,20 @@ class NAG(SGD):
             velocity -= weight * (lr * wd)
 
 
+@dataclass(eq=False, kw_only=True)
+class _Averages(Optimizer):
+    """A rule with averages of G and of its square."""
+
+    arrays: ClassVar[tuple[str, ...]] = ("mean", "variance")
+
+    learning_rate: float = 0.001
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+
 @rule("gluon", "adam")
-class Adam(Optimizer):
+class Adam(_Averages):
     """With ``G = clip(g + wd w)``: the averages
     ``m <- beta1 m + (1 - beta1) G`` and ``v <- beta2 v + (1 - beta2) G^2``,
     then ``w <- w - lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) +
@@ -83,25 +96,7 @@ class Adam(Optimizer):
     """
 
     clips_before_decay = False
-    arrays = ("mean", "variance")
-
-    learning_rate: float = 0.001
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-
-    def _step(self, grad: Array, state: State, lr: float, t: int,
-              ops: Ops) -> Array:
-        """Move the averages by G = grad; the step that the weight loses."""
-        mean, variance = state["mean"], state["variance"]
-        move_average(mean, grad, self.beta1)
-        move_average(variance, grad * grad, self.beta2)
-        lr *= math.sqrt(1 - self.beta2 ** t) / (1 - self.beta1 ** t)
-        return mean * lr / (ops.sqrt(variance) + self.epsilon)
-
-    def update(self, weight, grad, state, *, lr, wd, t, ops):
-        grad = self.decayed(weight, grad, wd, ops)
-        weight -= self._step(grad, state, lr, t, ops)
+    compute_step = adam_step
 
 
 @rule("gluon", "adamw")
@@ -118,15 +113,9 @@ class AdamW(Adam):
 
     clips_before_decay = decoupled_decay = True
 
-    def update(self, weight, grad, state, *, lr, wd, t, ops):
-        step = self._step(self.clipped(grad, ops), state, lr, t, ops)
-        if wd:
-            step += weight * (lr * wd)
-        weight -= step
-
 
 @rule("gluon", "adamax")
-class Adamax(Optimizer):
+class Adamax(_Averages):
     """With ``G = clip(g + wd w)``: ``m <- beta1 m + (1 - beta1) G``,
     ``u <- max(beta2 u, |G|)``, ``w <- w - lr / (1 - beta1^t) m / u``.
 
@@ -136,21 +125,15 @@ class Adamax(Optimizer):
 
     clips_before_decay = False
     arrays = ("mean", "norm")
+    epsilon: ClassVar[float] = 0.0      # type: ignore[misc]
 
     learning_rate: float = 0.002
-    beta1: float = 0.9
-    beta2: float = 0.999
 
-    def update(self, weight, grad, state, *, lr, wd, t, ops):
-        mean, norm = state["mean"], state["norm"]
-        grad = self.decayed(weight, grad, wd, ops)
-        move_average(mean, grad, self.beta1)
-        norm[:] = ops.maximum(norm * self.beta2, ops.abs(grad))
-        weight -= mean * (lr / (1 - self.beta1 ** t)) / norm
+    compute_step = adamax_step
 
 
 @rule("gluon", "nadam")
-class Nadam(Optimizer):
+class Nadam(_Averages):
     """Adam with Nesterov momentum on a schedule (Dozat 2016).
 
     With ``G = clip(g + wd w)``, m and v as in Adam,
@@ -186,12 +169,7 @@ class Nadam(Optimizer):
     """
 
     clips_before_decay = False
-    arrays = ("mean", "variance")
 
-    learning_rate: float = 0.001
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
     schedule_decay: float = 0.004
 
     def create_state(self, weight, ops):
@@ -210,10 +188,7 @@ class Nadam(Optimizer):
                 if t < 0:       # no update follows that would move it
                     state["schedule"] = product
 
-    def update(self, weight, grad, state, *, lr, wd, t, ops):
-        grad = self.decayed(weight, grad, wd, ops)
-        nadam_update(weight, grad, state, lr, t, ops, self.beta1, self.beta2,
-                     self.epsilon, self.schedule_decay)
+    compute_step = nadam_step
 
 
 @rule("gluon", "rmsprop")
@@ -241,21 +216,17 @@ class RMSProp(Optimizer):
         return ("variance", "mean", "delta") if self.centered \
             else ("variance",)
 
-    def update(self, weight, grad, state, *, lr, wd, t, ops):
-        grad = self.decayed(weight, grad, wd, ops)
-        spread = state["variance"]
-        move_average(spread, grad * grad, self.gamma1)
-        if self.centered:
-            mean, delta = state["mean"], state["delta"]
-            move_average(mean, grad, self.gamma1)
-            spread = spread - mean * mean
-            delta *= self.gamma2
+    def compute_step(self, grad, state, lr, t, ops):
+        spread = mean_square(grad, state, self.gamma1)
         step = grad * lr / ops.sqrt(spread + self.epsilon)
-        if self.centered:
-            delta -= step
-            weight += delta
-        else:
-            weight -= step
+        if not self.centered:
+            return step
+        state["delta"] *= self.gamma2
+        state["delta"] -= step
+        return state["delta"] * -1
+
+    def update(self, weight, grad, state, *, lr, wd, t, ops):
+        super().update(weight, grad, state, lr=lr, wd=wd, t=t, ops=ops)
         if self.clip_weights is not None:
             weight[:] = limited(weight, self.clip_weights, ops)
 
@@ -273,14 +244,9 @@ class AdaGrad(Optimizer):
 
     eps: float = 1e-7
 
-    def update(self, weight, grad, state, *, lr, wd, t, ops):
-        grad = self.clipped(grad, ops)
-        history = state["history"]
-        history += grad * grad
-        step = grad / ops.sqrt(history + self.eps)
-        if wd:
-            step += weight * wd
-        weight -= step * lr
+    def compute_step(self, grad, state, lr, t, ops):
+        state["history"] += grad * grad
+        return grad * lr / ops.sqrt(state["history"] + self.eps)
 
 
 @rule("gluon", "adadelta")
@@ -298,12 +264,10 @@ class AdaDelta(Optimizer):
     rho: float = 0.9
     epsilon: float = 1e-5
 
+    compute_step = adadelta_step
+
     def update(self, weight, grad, state, *, lr, wd, t, ops):
-        grad = self.clipped(grad, ops)
-        step = adadelta_step(grad, state, ops, self.rho, self.epsilon)
-        if wd:
-            step += weight * wd
-        weight -= step
+        super().update(weight, grad, state, lr=1.0, wd=wd, t=t, ops=ops)
 
 
 @rule("gluon", "ftrl")
@@ -347,6 +311,8 @@ class Signum(Optimizer):
     ``w <- (1 - lr wd) w - lr sign(g)``, and takes no wd_lh.
     """
 
+    arrays = ("momentum",)
+
     momentum: float = 0.9
     wd_lh: float = 0.0
 
@@ -356,9 +322,6 @@ class Signum(Optimizer):
             raise ValueError("signum without momentum has no wd_lh; received "
                              f"wd_lh={self.wd_lh!r}, momentum=0. Use wd, "
                              "which then decays the weight directly.")
-
-    def slots(self):
-        return ("momentum",) if self.momentum else ()
 
     def update(self, weight, grad, state, *, lr, wd, t, ops):
         if self.momentum:
@@ -395,7 +358,7 @@ def _in_float32(update: Callable[..., None]) -> Callable[..., None]:
 
 
 @rule("gluon", "lamb")
-class LAMB(Optimizer):
+class LAMB(_Averages):
     """With the averages m and v of Adam for ``G = clip(g)``, and
     ``s = m' / (sqrt(v') + epsilon) + wd w`` for ``m' = m / (1 - beta1^t)``,
     ``v' = v / (1 - beta2^t)`` (m and v themselves without
@@ -406,11 +369,7 @@ class LAMB(Optimizer):
     """
 
     needs_whole = decoupled_decay = True
-    arrays = ("mean", "variance")
 
-    learning_rate: float = 0.001
-    beta1: float = 0.9
-    beta2: float = 0.999
     epsilon: float = 1e-6
     lower_bound: float | None = None
     upper_bound: float | None = None
@@ -419,9 +378,7 @@ class LAMB(Optimizer):
     @_in_float32
     def update(self, weight, grad, state, *, lr, wd, t, ops):
         grad = self.clipped(grad, ops)
-        mean, variance = state["mean"], state["variance"]
-        move_average(mean, grad, self.beta1)
-        move_average(variance, grad * grad, self.beta2)
+        mean, variance = averages(self, grad, state)
         if self.bias_correction:
             mean = mean / (1 - self.beta1 ** t)
             variance = variance / (1 - self.beta2 ** t)
@@ -479,7 +436,7 @@ class LARS(SGD):
 
 
 @rule("gluon", "ftml")
-class FTML(Optimizer):
+class FTML(_Averages):
     """With ``G = clip(g + wd w)``: ``v <- beta2 v + (1 - beta2) G^2``,
     ``e = (1 - beta1^t) / lr (sqrt(v / (1 - beta2^t)) + epsilon)``,
     ``z <- beta1 z + (1 - beta1) G - (e - beta1 d) w``, then d is e and
@@ -491,9 +448,8 @@ class FTML(Optimizer):
     divides_by_rate = True
     arrays = ("d", "variance", "z")
 
+    learning_rate: float = 0.01
     beta1: float = 0.6
-    beta2: float = 0.999
-    epsilon: float = 1e-8
 
     def update(self, weight, grad, state, *, lr, wd, t, ops):
         grad = self.decayed(weight, grad, wd, ops)
@@ -526,12 +482,11 @@ class DCASGD(Optimizer):
         return {"previous": previous}
 
     def update(self, weight, grad, state, *, lr, wd, t, ops):
-        grad, previous = self.clipped(grad, ops), state["previous"]
-        step = grad + grad * grad * (weight - previous) * self.lamda
-        if wd:
-            step += weight * wd
-        previous[:] = weight
-        weight -= step * lr
+        way = weight - state["previous"]
+        state["previous"][:] = weight
+        grad = self.clipped(grad, ops)
+        weight -= (self.decayed(weight, grad, wd, ops)
+                   + grad * grad * way * self.lamda) * lr
 
 
 @rule("gluon", "sgld")
@@ -556,12 +511,11 @@ class SGLD(Optimizer):
             state["number"] = float(number)
 
     def update(self, weight, grad, state, *, lr, wd, t, ops):
-        grad = self.clipped(grad, ops)
         rng = np.random.default_rng(
             [int(self.seed), int(state["number"]), t])
         noise = ops.from_host(rng.normal(0, math.sqrt(lr),
                                          tuple(weight.shape)), weight)
-        weight -= (grad + weight * wd if wd else grad) * (lr / 2)
+        weight -= self.decayed(weight, grad, wd, ops) * (lr / 2)
         weight += noise
 
 
@@ -592,8 +546,8 @@ class GroupAdaGrad(Optimizer):
                 "optimiser the rest.")
         return {"row_history": ops.zeros_like(weight[:, :1])}
 
-    @_in_float32
-    def update(self, weight, grad, state, *, lr, wd, t, ops):
-        grad, history = self.clipped(grad, ops), state["row_history"]
-        history += ops.mean(grad * grad, 1, True)
-        weight -= grad / ops.sqrt(history + self.eps) * lr
+    def compute_step(self, grad, state, lr, t, ops):
+        state["row_history"] += ops.mean(grad * grad, 1, True)
+        return grad * lr / ops.sqrt(state["row_history"] + self.eps)
+
+    update = _in_float32(Optimizer.update)

@@ -4,18 +4,36 @@ Sources: ``torch/optim/*.py``, the ``_single_tensor_`` functions. For the
 letters of the formulas see `mgpu.optimizers`; ``G = clip(g) + wd w``
 throughout, unless a docstring says otherwise.
 """
-import math
+from dataclasses import dataclass
 from typing import ClassVar
 
-from mgpu.backends.base import Array, Ops
-from mgpu.optimizers.base import (Optimizer, State, adadelta_step,
-                                  move_average, nadam_update, rule)
+from mgpu.optimizers.base import (Optimizer, adadelta_step, adam_step,
+                                  adamax_step, mean_square, nadam_step, rule)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Averages(Optimizer):
+    """A rule with averages of G and of its square; torch's options also under
+    the names that Gluon's formulas have."""
+
+    arrays: ClassVar[tuple[str, ...]] = ("mean", "variance")
+
+    learning_rate: float = 0.002
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    beta1 = property(lambda self: self.betas[0])
+    beta2 = property(lambda self: self.betas[1])
+    epsilon = property(lambda self: self.eps)
+    schedule_decay = property(lambda self: self.momentum_decay)
 
 
 @rule("torch", "sgd")
 class TorchSGD(Optimizer):
     """``b <- momentum b + (1 - dampening) G`` (b = G at the first update),
     then ``w <- w - lr b``, or ``w - lr (G + momentum b)`` with nesterov."""
+
+    arrays = ("momentum",)
 
     learning_rate: float = 0.001
     momentum: float = 0.0
@@ -30,17 +48,13 @@ class TorchSGD(Optimizer):
                 f"received momentum={self.momentum!r}, dampening="
                 f"{self.dampening!r}. Use for example momentum=0.9.")
 
-    def slots(self):
-        return ("momentum",) if self.momentum else ()
-
-    def update(self, weight, grad, state, *, lr, wd, t, ops):
-        grad = self.decayed(weight, grad, wd, ops)
+    def compute_step(self, grad, state, lr, t, ops):
         if self.momentum:
             buffer = state["momentum"]
             buffer *= self.momentum
             buffer += grad * (1.0 if t == 1 else 1 - self.dampening)
             grad = grad + buffer * self.momentum if self.nesterov else buffer
-        weight -= grad * lr
+        return grad * lr
 
 
 @rule("torch", "nag")
@@ -53,7 +67,7 @@ class TorchNAG(TorchSGD):
 
 
 @rule("torch", "adam")
-class TorchAdam(Optimizer):
+class TorchAdam(_Averages):
     """m and v as in Gluon's `Adam`, then
     ``w <- w - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)``.
 
@@ -61,29 +75,12 @@ class TorchAdam(Optimizer):
     """
 
     learning_rate: float = 0.001
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
     amsgrad: bool = False
 
     def slots(self):
         return ("mean", "variance") + ("max_variance",) * self.amsgrad
 
-    def update(self, weight, grad, state, *, lr, wd, t, ops):
-        self._move(weight, self.decayed(weight, grad, wd, ops), state,
-                   lr, t, ops)
-
-    def _move(self, weight: Array, grad: Array, state: State, lr: float,
-              t: int, ops: Ops) -> None:
-        beta1, beta2 = self.betas
-        mean, variance = state["mean"], state["variance"]
-        move_average(mean, grad, beta1)
-        move_average(variance, grad * grad, beta2)
-        if self.amsgrad:
-            largest = state["max_variance"]
-            largest[:] = ops.maximum(largest, variance)
-            variance = largest
-        root = ops.sqrt(variance) / math.sqrt(1 - beta2 ** t)
-        weight -= mean * (lr / (1 - beta1 ** t)) / (root + self.eps)
+    compute_step = adam_step
 
 
 @rule("torch", "adamw")
@@ -95,34 +92,19 @@ class TorchAdamW(TorchAdam):
 
     wd: float = 0.01
 
-    def update(self, weight, grad, state, *, lr, wd, t, ops):
-        if wd:
-            weight *= 1 - lr * wd
-        self._move(weight, self.clipped(grad, ops), state, lr, t, ops)
-
 
 @rule("torch", "adamax")
-class TorchAdamax(Optimizer):
+class TorchAdamax(_Averages):
     """``m <- beta1 m + (1 - beta1) G``, ``u <- max(beta2 u, |G| + eps)``,
     ``w <- w - lr / (1 - beta1^t) m / u``."""
 
     arrays = ("mean", "norm")
 
-    learning_rate: float = 0.002
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-
-    def update(self, weight, grad, state, *, lr, wd, t, ops):
-        beta1, beta2 = self.betas
-        mean, norm = state["mean"], state["norm"]
-        grad = self.decayed(weight, grad, wd, ops)
-        move_average(mean, grad, beta1)
-        norm[:] = ops.maximum(norm * beta2, ops.abs(grad) + self.eps)
-        weight -= mean * (lr / (1 - beta1 ** t)) / norm
+    compute_step = adamax_step
 
 
 @rule("torch", "nadam")
-class TorchNAdam(Optimizer):
+class TorchNAdam(_Averages):
     """Gluon's `Nadam` with a product P of each parameter's own, kept in the
     float ``"schedule"``, and other defaults.
 
@@ -131,24 +113,19 @@ class TorchNAdam(Optimizer):
     unless it is told otherwise; here P is double.
     """
 
-    arrays = ("mean", "variance")
-
-    learning_rate: float = 0.002
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
     momentum_decay: float = 0.004
     decoupled_weight_decay: bool = False
 
     def create_state(self, weight, ops):
         return {**super().create_state(weight, ops), "schedule": 1.0}
 
+    compute_step = nadam_step
+
     def update(self, weight, grad, state, *, lr, wd, t, ops):
         if self.decoupled_weight_decay:
             weight *= 1 - lr * wd
             wd = 0.0
-        grad = self.decayed(weight, grad, wd, ops)
-        nadam_update(weight, grad, state, lr, t, ops, *self.betas, self.eps,
-                     self.momentum_decay)
+        super().update(weight, grad, state, lr=lr, wd=wd, t=t, ops=ops)
 
 
 @rule("torch", "rmsprop")
@@ -171,21 +148,14 @@ class TorchRMSprop(Optimizer):
         return ("variance",) + ("mean",) * self.centered \
             + ("momentum",) * bool(self.momentum)
 
-    def update(self, weight, grad, state, *, lr, wd, t, ops):
-        grad = self.decayed(weight, grad, wd, ops)
-        spread = state["variance"]
-        move_average(spread, grad * grad, self.alpha)
-        if self.centered:
-            mean = state["mean"]
-            move_average(mean, grad, self.alpha)
-            spread = spread - mean * mean
+    def compute_step(self, grad, state, lr, t, ops):
+        spread = mean_square(grad, state, self.alpha)
         step = grad / (ops.sqrt(spread) + self.eps)
         if self.momentum:
-            buffer = state["momentum"]
-            buffer *= self.momentum
-            buffer += step
-            step = buffer
-        weight -= step * lr
+            state["momentum"] *= self.momentum
+            state["momentum"] += step
+            step = state["momentum"]
+        return step * lr
 
 
 @rule("torch", "adagrad")
@@ -202,12 +172,10 @@ class TorchAdagrad(Optimizer):
         start = self.initial_accumulator_value
         return {"history": ops.zeros_like(weight) + start}
 
-    def update(self, weight, grad, state, *, lr, wd, t, ops):
-        grad = self.decayed(weight, grad, wd, ops)
-        history = state["history"]
-        history += grad * grad
-        weight -= grad * (lr / (1 + (t - 1) * self.lr_decay)) \
-            / (ops.sqrt(history) + self.eps)
+    def compute_step(self, grad, state, lr, t, ops):
+        state["history"] += grad * grad
+        return grad * (lr / (1 + (t - 1) * self.lr_decay)) \
+            / (ops.sqrt(state["history"]) + self.eps)
 
 
 @rule("torch", "adadelta")
@@ -220,6 +188,6 @@ class TorchAdadelta(Optimizer):
     rho: float = 0.9
     eps: float = 1e-6
 
-    def update(self, weight, grad, state, *, lr, wd, t, ops):
-        grad = self.decayed(weight, grad, wd, ops)
-        weight -= adadelta_step(grad, state, ops, self.rho, self.eps) * lr
+    epsilon = _Averages.epsilon
+
+    compute_step = adadelta_step

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,7 +38,22 @@ from mgpu.replicas import shards, values
 # engines start for it.
 _thread: ContextVar[Any] = ContextVar("mgpu_thread", default=None)
 
-_HINTS = {**pytorch.TORCH_HINTS, **gluon.GLUON_HINTS}
+#: names of networks that `Replicas` do not have
+_HINTS = {
+    **dict.fromkeys(("cast", "half", "float", "double", "bfloat16", "type",
+                     "to", "cuda", "cpu", "initialize", "reset_ctx"),
+                    "mgpu.initialize(net, devices, dtype=...)"),
+    "forward": "replicas(shards), or replicas[i](x)"}
+
+
+class _OfNetwork(Hints):
+    if not TYPE_CHECKING:
+        def __getattr__(self, name):
+            use = f"Replicas.{name}" if hasattr(Replicas, name) \
+                else _HINTS.get(name, f"replicas.net.{name}")
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}. "
+                f"Use {use}.", name=name, obj=self)
 
 
 class Exclusive:
@@ -67,15 +82,13 @@ class Exclusive:
         self._owner.pop()
 
 
-class ReplicaView(Hints):
+class ReplicaView(_OfNetwork):
     """A network on one device of a `Replicas`: ``replicas[i](x)``.
 
     Attributes
     ----------
     device : Device
     """
-
-    _hints = {**gluon.VIEW_HINTS, **pytorch.TORCH_VIEW_HINTS, **_HINTS}
 
     def __init__(self, replicas: "Replicas", index: int) -> None:
         self._replicas, self._index = replicas, index
@@ -95,7 +108,7 @@ class ReplicaView(Hints):
                 for p in self._replicas.all_parameters()]
 
 
-class Replicas(Hints, abc.Sequence):
+class Replicas(_OfNetwork, abc.Sequence):
     """A network on a list of devices. Made by `initialize`.
 
     The network itself is the only state. ``replicas(shards)`` takes a list
@@ -131,8 +144,6 @@ class Replicas(Hints, abc.Sequence):
     network : mgpu.backends.base.Network
         What the engine knows of `net`: its layers, for example.
     """
-
-    _hints = _HINTS
 
     def __init__(self, network: base.Network, backend: base.Backend,
                  devices: list[Device], batch_norm: str,
@@ -182,12 +193,6 @@ class Replicas(Hints, abc.Sequence):
     def __getitem__(self, i: Any) -> Any:
         return self._views[i]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "replicas are tied to their devices and to one network, so they "
-            f"are neither copied nor pickled; received {self!r}. Copy or "
-            "pickle replicas.net, or keep Replicas.export_numpy.")
-
     def __repr__(self) -> str:
         return (f"Replicas of {type(self.net).__name__} on {self.devices} "
                 f"({self.backend.name}, batch_norm={self.batch_norm!r}; "
@@ -227,13 +232,6 @@ class Replicas(Hints, abc.Sequence):
                         p.write(drawn[p.name])
             self._draw = None
             self._agree()
-
-    def complete_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Place the network where only shapes of parameters have missed, by
-        name, if the engine can. Raises as `base.Network.give_shapes`."""
-        if not self.complete:
-            self.network.give_shapes(shapes)
-            self.complete_values()
 
     def _agree(self) -> None:
         """All processes hold the same parameters, with the values of rank
@@ -365,9 +363,11 @@ class Replicas(Hints, abc.Sequence):
         return {**{f"layer {path or 'of the whole network'}": zlib.crc32(
             _without_addresses(text).encode())
             for path, text in self.network.settings().items()}, **{
-                p.name: zlib.crc32(np.ascontiguousarray(
-                    self.backend.to_numpy(p.data())).tobytes())
-                for p in self.params()}}
+                p.name: self._checksum(p.data()) for p in self.params()}}
+
+    def _checksum(self, x: Any) -> int:
+        return zlib.crc32(
+            np.ascontiguousarray(self.backend.to_numpy(x)).tobytes())
 
     def check_digests(self, digests: Sequence[dict[str, int] | None]) -> None:
         """Refuse processes whose parameters differ (`digest` of each), as
@@ -444,15 +444,6 @@ class Replicas(Hints, abc.Sequence):
             array of the other framework.
         """
         return predict(self, X, batch_size, device)
-
-    def _check_recording(self) -> None:
-        check_task()
-        elsewhere = recording_elsewhere(self.backend)
-        if elsewhere:
-            raise RuntimeError(
-                f"replicas of the {self.backend.name} backend run inside a "
-                f"record() of theirs; received one of {elsewhere!r}. Choose "
-                "the backend with mgpu.using_backend before record().")
 
     def _mode(self) -> AbstractContextManager[None]:
         """Inside the block replicas predict, if the user has told the network
@@ -536,7 +527,13 @@ class Replicas(Hints, abc.Sequence):
     def _rows(self, given: Mapping[int, tuple[Any, ...]]
               ) -> dict[int, tuple[Any, ...]]:
         """The inputs of each device that has rows, checked."""
-        self._check_recording()
+        check_task()
+        elsewhere = recording_elsewhere(self.backend)
+        if elsewhere:
+            raise RuntimeError(
+                f"replicas of the {self.backend.name} backend run inside a "
+                f"record() of theirs; received one of {elsewhere!r}. Choose "
+                "the backend with mgpu.using_backend before record().")
         rows = {}
         for i, row in given.items():
             row = inputs_for(row[0] if len(row) == 1 else row,
@@ -599,9 +596,9 @@ class Replicas(Hints, abc.Sequence):
     def kept_sums(self) -> dict[str, int]:
         """With several processes: by name a checksum of each sum that the
         passes of this step have added to, as it was before them."""
-        return {p.name: zlib.crc32(np.ascontiguousarray(self.backend.to_numpy(
-            self.backend.grad(p.data()))).tobytes()) for p in self.carried
-            if p.grad_req == "add"} if self.carried else self._kept
+        return {p.name: self._checksum(self.backend.grad(p.data()))
+                for p in self.carried if p.grad_req == "add"} \
+            if self.carried else self._kept
 
     def _run_synchronised(self, active: list[int], run: Callable[[], Any]
                           ) -> Any:
@@ -622,9 +619,6 @@ class Replicas(Hints, abc.Sequence):
         self.backend.backward(self.backend.parallel([
             partial(head, i, x) for i, x in enumerate(outputs)
             if x is not None]))
-
-    #: the name in version 0.1
-    forward_backward = compute_gradients
 
     # -- other processes ------------------------------------------------------
 

@@ -27,12 +27,11 @@ def replicas_of(parameters: Any) -> tuple[Replicas, frozenset[str] | None]:
     """
     if isinstance(parameters, Replicas):
         return parameters, None
-    every: list[Any] = [None]
-    if all(hasattr(parameters, name) for name in ("keys", "items", "values")):
-        every = list(parameters.values())
-    elif isinstance(parameters, (list, tuple, Iterator)):
-        every = [x[1] if isinstance(x, tuple) and len(x) == 2
-                 and isinstance(x[0], str) else x for x in parameters]
+    if hasattr(parameters, "items"):
+        parameters = list(parameters.items())
+    every = [x[1] if isinstance(x, tuple) and len(x) == 2 else x
+             for x in parameters] if isinstance(
+                 parameters, (list, tuple, Iterator)) else [None]
     if not all(isinstance(x, Parameter) or given(x) is not None
                for x in every):
         raise TypeError(

@@ -72,10 +72,18 @@ def import_numpy(replicas: "Replicas", values: Mapping[str, np.ndarray]
     replicas.fit_numpy(values)()
 
 
-def fit_numpy(replicas: "Replicas", values: Mapping[str, np.ndarray]
-              ) -> Callable[[], None]:
+def fit_numpy(replicas: "Replicas", values: Mapping[str, np.ndarray], *,
+              allow_missing: bool = False, ignore_extra: bool = False,
+              cast_dtype: bool = True) -> Callable[[], None]:
     """A function that does what `import_numpy` of `values` would do now, and
-    refuses nothing; raises as that does."""
+    refuses nothing; raises as that does.
+
+    Parameters
+    ----------
+    allow_missing, ignore_extra, cast_dtype : bool
+        Whether names may be missing, or be unknown, and whether values are
+        rounded to the dtypes of the parameters. Otherwise ValueError.
+    """
     replicas.check_complete()
     replicas.check_valid()
     backend, k = replicas.backend, len(replicas)
@@ -94,18 +102,24 @@ def fit_numpy(replicas: "Replicas", values: Mapping[str, np.ndarray]
                       and values.setdefault(first, x := values.pop(name)
                                             ).tobytes() != x.tobytes()]
     for name, p in own.items():
-        if p.spec.constant is not None and name not in values:
+        if p.spec.constant is not None and name not in values \
+                and not allow_missing:
             values[name] = np.full(p.shape or (), p.spec.constant)
     wrong += [f"missing {name}" for name, p in own.items()
-              if name not in values and p.kind != "other"]
+              if name not in values and p.kind != "other"
+              and not allow_missing]
     wrong += [f"unknown {name}" for name, x in values.items()
-              if name not in own and not _changes_nothing(replicas, name, x)]
+              if name not in own and not ignore_extra
+              and not _changes_nothing(replicas, name, x)]
     known = {name: x for name, x in values.items() if name in own}
     for name, value in known.items():
         p = own[name]
         if value.shape != p.shape and not (
                 p.kind in BUFFERS and value.shape == (k, *(p.shape or ()))):
             wrong.append(f"{name}: shape {value.shape} instead of {p.shape}")
+        elif not cast_dtype and value.dtype.name != p.dtype:
+            wrong.append(f"{name}: {value.dtype} instead of {p.dtype}, where "
+                         "cast_dtype=True rounds")
         elif value.dtype.name == p.dtype and value.dtype.kind in "iu":
             known[name] = value.astype("int64")     # uint16, for example
         elif value.dtype.name not in messages.DTYPES:
