@@ -4,117 +4,107 @@ it can do without.
 Each variable stands here once, with its meaning and its reader. `mgpu doctor`,
 README's table and the guide are made from `VARIABLES`.
 """
-import contextlib
 import importlib
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 
-class Variable(NamedTuple):
-    """One environment variable.
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable; a call returns its value now.
 
     Attributes
     ----------
     name : str
     meaning : str
         What it sets, and what holds without it.
-    read : callable
-        ``read()`` returns its value now, checked; ValueError for a value
-        that it cannot have.
+    parse : callable
+        What makes a value of its text; ValueError for text that has none.
+    rule : str
+        What `parse` takes.
+    default : object
+        The value where the variable is unset or empty.
     """
 
     name: str
     meaning: str
-    read: Callable[[], Any]
+    parse: Callable[[str], Any] = str
+    rule: str = "text"
+    default: Any = None
 
+    def read(self) -> Any:
+        """The value now, checked. Raises ValueError."""
+        text = os.environ.get(self.name)
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise ValueError(f"{self.name} must be {self.rule}; received "
+                             f"{text!r}. Unset it, or set it so.") from None
 
-def _text(name: str) -> str | None:
-    return os.environ.get(name) or None
+    __call__ = read
 
 
 def flag(name: str) -> bool:
     """Whether the variable `name` is ``1`` now. Unset, empty and ``0`` mean
     no; ValueError for any other value."""
-    text = os.environ.get(name, "")
-    if text not in ("", "0", "1"):
-        raise ValueError(f"{name} must be 0 or 1; received {text!r}. Unset "
-                         "it, or set it to one of them.")
-    return text == "1"
+    return bool(_switch(name, "")())
 
 
-def _count(name: str) -> int | None:
-    text = os.environ.get(name)
-    if text and (not text.isdecimal() or int(text) < 1):
-        raise ValueError(f"{name} must be a whole number, 1 or more; received "
-                         f"{text!r}. Unset it, or set it to such a number.")
-    return int(text) if text else None
+def _switch(name: str, meaning: str, default: bool = False) -> Variable:
+    return Variable(name, meaning, lambda text: bool(("0", "1").index(text)),
+                    "0 or 1", default)
 
 
-#: the value of each variable now, checked; None where it is not set
-backend = partial(_text, "MGPU_BACKEND")
-data_folder = partial(_text, "MGPU_DATA")
-debug = partial(flag, "MGPU_DEBUG")
-engine = partial(_text, "MGPU_ENGINE")
-logical_gpus = partial(_count, "MGPU_LOGICAL_GPUS")
-strict_devices = partial(flag, "MGPU_STRICT_DEVICES")
+def _number(name: str, meaning: str, parse: Callable[[str], float], rule: str,
+            default: float | None = None) -> Variable:
+    def positive(text: str) -> float:
+        if not 0 < parse(text) < float("inf"):
+            raise ValueError
+        return parse(text)
+    return Variable(name, meaning, positive, rule, default)
 
 
-def keep_memory() -> bool:
-    """``MGPU_KEEP_MEMORY``: ``0`` says no, unset and empty yes."""
-    return not os.environ.get("MGPU_KEEP_MEMORY") \
-        or flag("MGPU_KEEP_MEMORY")
-
-
-def timeout() -> float | None:
-    """``MGPU_TIMEOUT``, or None. ValueError for another value than a number
-    above 0."""
-    text = os.environ.get("MGPU_TIMEOUT")
-    if not text:
-        return None
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < float("inf"):
-            return float(text)
-    raise ValueError("MGPU_TIMEOUT must be a number above 0; received "
-                     f"{text!r}. Unset it, or set it to such a number.")
-
-
-def threads_per_device() -> int:
-    """``MGPU_THREADS_PER_DEVICE``: cores that one logical CPU device computes
-    on. ValueError for another value than a whole number, 1 or more."""
-    return _count("MGPU_THREADS_PER_DEVICE") or 1
-
+backend = Variable(
+    "MGPU_BACKEND", "The engine of a script that chooses none: `mxnet` or "
+    "`torch`. Without it: the one that is installed, MXNet where both are.")
+data_folder = Variable(
+    "MGPU_DATA", "The folder with the IDX files of Fashion-MNIST. Without "
+    "it: a folder in the user's cache.")
+threads_per_device = _number(
+    "MGPU_THREADS_PER_DEVICE", "CPU cores of each of several logical CPU "
+    "devices on torch. Without it: 1, as on MXNet.",
+    int, "a whole number, 1 or more", 1)
+logical_gpus = _number(
+    "MGPU_LOGICAL_GPUS", "On torch: this many logical GPUs share the "
+    "physical GPUs. Without it: the physical GPUs only.",
+    int, "a whole number, 1 or more")
+strict_devices = _switch(
+    "MGPU_STRICT_DEVICES", "`1`: the whole process runs inside "
+    "`mgpu.strict_devices`.")
+debug = _switch(
+    "MGPU_DEBUG", "`1`: after each step, compare the processes' parameters; "
+    "compare the first outputs of a `DataParallel` with one device.")
+keep_memory = _switch(
+    "MGPU_KEEP_MEMORY", "`0`: leave the C library's allocator as it is. "
+    "Without it: a process that has loaded an engine keeps the memory that "
+    "it frees, until a training ends.", True)
+engine = Variable(
+    "MGPU_ENGINE", "What adds up gradients over processes: `torch` or "
+    "`kvstore`. Without it: `torch`.")
+timeout = _number(
+    "MGPU_TIMEOUT", "Seconds that a process may be silent, in a script that "
+    "does not say. Without it: 300.", float, "a number above 0")
 
 VARIABLES = (
-    Variable("MGPU_BACKEND", "The engine of a script that chooses none: "
-             "`mxnet` or `torch`. Without it: the one that is installed, "
-             "MXNet where both are.", backend),
-    Variable("MGPU_DATA", "The folder with the IDX files of Fashion-MNIST. "
-             "Without it: a folder in the user's cache.", data_folder),
-    Variable("MGPU_THREADS_PER_DEVICE", "CPU cores of each of several logical "
-             "CPU devices on torch. Without it: 1, as on MXNet.",
-             threads_per_device),
-    Variable("MGPU_LOGICAL_GPUS", "On torch: this many logical GPUs share the "
-             "physical GPUs. Without it: the physical GPUs only.",
-             logical_gpus),
-    Variable("MGPU_STRICT_DEVICES", "`1`: the whole process runs inside "
-             "`mgpu.strict_devices`.", strict_devices),
-    Variable("MGPU_DEBUG", "`1`: after each step, compare the processes' "
-             "parameters; compare the first outputs of a `DataParallel` with "
-             "one device.", debug),
-    Variable("MGPU_KEEP_MEMORY", "`0`: leave the C library's allocator as it "
-             "is. Without it: a process that has loaded an engine keeps the "
-             "memory that it frees, until a training ends.", keep_memory),
-    Variable("MGPU_ENGINE", "What adds up gradients over processes: `torch` "
-             "or `kvstore`. Without it: `torch`.", engine),
-    Variable("MGPU_TIMEOUT", "Seconds that a process may be silent, in a "
-             "script that does not say. Without it: 300.", timeout),
-    Variable("MGPU_TEST_BACKENDS", "The engines that mgpu's own tests run on, "
-             "with commas between them. Without it: both.",
-             partial(_text, "MGPU_TEST_BACKENDS")),
-)
+    backend, data_folder, threads_per_device, logical_gpus, strict_devices,
+    debug, keep_memory, engine, timeout, Variable(
+        "MGPU_TEST_BACKENDS", "The engines that mgpu's own tests run on, "
+        "with commas between them. Without it: both."))
 
 
 def table() -> str:

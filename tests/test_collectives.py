@@ -16,10 +16,10 @@ from mgpu import host_memory
 from mgpu.collectives import OPS, AllReduce
 from mgpu.collectives.strategies import Balanced, Buckets
 
-SHAPES = [(), (0,), (0, 3), (1,), (3,), (2, 3), (5, 7), (4, 1, 3), (33,)]
+SHAPES = [(), (0, 3), (1,), (3,), (5, 7), (4, 1, 3)]
 #: mgpu's own; "native" has tests of its own
 ALGORITHMS = [a for a in collectives.ALGORITHMS if a != "native"]
-COUNTS = (1, 2, 3, 8)
+COUNTS = (1, 2, 3, 5)
 DTYPES = ("float32", "float64", "float16", "int32", "int64", "uint8")
 
 
@@ -144,16 +144,6 @@ def test_native_collectives_refuse_what_they_cannot_do(backend):
 
 
 # -- the others ---------------------------------------------------------------
-
-
-def test_reduce_leaves_the_others(backend, devices):
-    for op, shape, root in itertools.product(OPS, SHAPES, range(3)):
-        hosts = integers(len(devices), shape)
-        data = put(backend, hosts)
-        assert reduce(data, op=op, root=root) is None
-        for i, x in enumerate(data):
-            assert_bit_equal(backend.to_numpy(x), reduced(hosts, op)
-                             if i == root else hosts[i])
 
 
 def test_allgather(backend):
@@ -391,11 +381,6 @@ def test_arrays_that_do_not_lie_in_memory_row_by_row(backend, devices):
 
 
 # -- assign_roots -------------------------------------------------------------
-
-def test_equal_sizes_go_round():
-    for k in range(1, 9):
-        assert assign_roots([40] * 20, k) == [i % k for i in range(20)]
-
 
 def test_impossible_numbers_of_devices():
     for k in (0, -1, 1.0, None, True):

@@ -53,7 +53,7 @@ LAYERS = {
         "evaluation training resuming",
     "clocks and figures": "background timing profile_advice profiling "
         "plotting",
-    "the public names": ".",
+    "the public names": ". _api",
     "tools": "chapters doctor bench inspection compat.mxnet",
     "parity": "parity testing",
     "command line": "cli parity.commands __main__",

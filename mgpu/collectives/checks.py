@@ -100,15 +100,12 @@ def check_joinable(data: Any, axis: int) -> list[Array]:
                 f"an array of shape {tuple(x.shape)} has no axis {axis} to "
                 f"join along; received {forms(arrays)}. Use an axis that "
                 "all have.")
-    if len({(axis % len(x.shape), dtype_name(x), *_without(x.shape, axis))
-            for x in arrays}) > 1:
+    def form(x: Array) -> tuple[Any, ...]:
+        along = axis % len(x.shape)
+        return (dtype_name(x), tuple(x.shape[:along]),
+                tuple(x.shape[along + 1:]), along)
+    if len(set(map(form, arrays))) > 1:
         raise ValueError(
             f"data must hold arrays of one dtype that differ only in axis "
             f"{axis}; received {forms(arrays)}. Bring them to one.")
     return arrays
-
-
-def _without(shape: Sequence[int], axis: int) -> list[int]:
-    rest = list(shape)
-    del rest[axis]
-    return rest

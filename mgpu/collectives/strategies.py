@@ -18,7 +18,7 @@ A strategy of your own is a class with one method, `allreduce_list` or, if it
 treats many arrays together, `allreduce`. Pass an object of it as
 ``algorithm=`` of `mgpu.allreduce` or as ``allreduce=`` of `Trainer`.
 """
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -145,29 +145,6 @@ def chunks_of(data: list[Array]) -> list[list[Array]]:
     return [[x[begin:end] for begin, end in bounds] for x in flat]
 
 
-class Ring(AllReduce):
-    """K - 1 steps reduce chunk c around the ring, ending on device
-    ``c - 1``, and K - 1 steps pass the results on (Patarasu and Yuan, 2009).
-    The sum of chunk c is ``x[c] + x[c+1] + ... + x[c-1]``."""
-
-    def check(self, data: list[Array]) -> None:
-        chunks_of(data)
-
-    def allreduce_list(self, data: list[Array], op: str, root: int) -> None:
-        k = len(data)
-        chunks = chunks_of(data)
-        for step in range(k - 1):
-            for i in range(k):
-                c = (i - step) % k
-                if len(chunks[i][c]):
-                    combine(op, chunks[(i + 1) % k][c], chunks[i][c])
-        for step in range(k - 1):
-            for i in range(k):
-                c = (i + 1 - step) % k
-                if len(chunks[i][c]):
-                    chunks[(i + 1) % k][c][:] = chunks[i][c]
-
-
 class Sharded(AllReduce):
     """Device c reduces slice c of all, ``x[c] + x[0] + x[1] ...``, and every
     device fetches it: reduce-scatter, then all-gather."""
@@ -176,12 +153,27 @@ class Sharded(AllReduce):
         chunks_of(data)
 
     def allreduce_list(self, data: list[Array], op: str, root: int) -> None:
-        chunks = chunks_of(data)
-        for c in range(len(data)):
-            column = [row[c] for row in chunks]
+        for c, column in enumerate(zip(*chunks_of(data))):
             if len(column[c]):
-                reduce_to(column, op, c)
-                broadcast_from(column, c)
+                self.allreduce_chunk(list(column), op, c)
+
+    def allreduce_chunk(self, column: list[Array], op: str, c: int) -> None:
+        """Reduce chunk `c` of all devices, in place."""
+        reduce_to(column, op, c)
+        broadcast_from(column, c)
+
+
+class Ring(Sharded):
+    """K - 1 steps reduce chunk c around the ring, ending on device
+    ``c - 1``, and K - 1 steps pass the result on (Patarasu and Yuan, 2009).
+    The sum of chunk c is ``x[c] + x[c+1] + ... + x[c-1]``."""
+
+    def allreduce_chunk(self, column: list[Array], op: str, c: int) -> None:
+        ring = column[c:] + column[:c]
+        for x, after in zip(ring, ring[1:]):
+            combine(op, after, x)
+        for x, after in zip(ring[-1:] + ring, ring[:-1]):
+            after[:] = x
 
 
 class Native(AllReduce):
@@ -208,17 +200,12 @@ class Buckets(AllReduce):
             if len(bucket) == 1:
                 backend.library_allreduce(bucket[0], op)
                 continue
-            flat = [[backend.ops.flat_view(x) for x in data]
-                    for data in bucket]
-            joined = [backend.ops.concat(list(own))
-                      for own in zip(*flat, strict=True)]
+            columns = [[backend.ops.flat_view(x) for x in own]
+                       for own in zip(*bucket, strict=True)]
+            joined = [backend.ops.concat(own) for own in columns]
             backend.library_allreduce(joined, op)
-            for i, whole in enumerate(joined):
-                begin = 0
-                for data in flat:
-                    end = begin + len(data[i])
-                    data[i][:] = whole[begin:end]
-                    begin = end
+            for whole, own in zip(joined, columns):
+                unpack(whole, own)
 
 
 def pack(lists: Sequence[list[Array]], limit: int
@@ -237,6 +224,15 @@ def pack(lists: Sequence[list[Array]], limit: int
         bucket.append(data)
         open_[dtype] = bucket, room - size
     return buckets
+
+
+def unpack(whole: Any, parts: Iterable[Any]) -> None:
+    """Copy a flat array into the flat arrays that it was joined from."""
+    begin = 0
+    for x in parts:
+        end = begin + len(x)
+        x[...] = whole[begin:end]
+        begin = end
 
 
 class HostMemory(AllReduce):

@@ -29,7 +29,7 @@ __all__ = ["ModelMismatch", "Span", "UnevenWork", "World", "WorkerError",
            "WorkerFailed", "WorkerLost", "barrier", "current", "gather",
            "init", "is_main", "local_rank", "rank", "shutdown", "world_size"]
 
-#: the module and the class of each `world.Engine`
+#: the module and the class of each communication backend
 ENGINES = {"torch": ("mgpu.distributed._gloo", "Gloo"),
            "kvstore": ("mgpu.distributed._kvstore", "KVStore")}
 
@@ -84,7 +84,7 @@ def init(*, timeout: float | None = None, start_timeout: float = 60.0,
         Seconds within which all processes have to be there.
     engine : {"torch", "kvstore"}, optional
         What adds up gradients over processes: ``torch.distributed``, or
-        MXNet's KVStore, for float32 networks of MXNet. Default: as
+        MXNet's KVStore for those of float32. Default: as
         ``mgpu launch --engine`` says, else "torch".
 
     Returns

@@ -69,10 +69,20 @@ def _short(error: BaseException) -> str:
 
 class Gloo:
     """A process group of ``torch.distributed``. Raises as
-    `mgpu.distributed.init`."""
+    `mgpu.distributed.init`. What carries sums otherwise overrides
+    `allreduce`.
 
-    name = "torch"
-    dtypes: tuple[str, ...] | None = None       # each in its own
+    An exchange raises `WorkerLost` where another process ends, or is silent
+    for longer than the time-out, or has posted why it leaves; the message
+    says only who, and what was seen. Whoever waits can be interrupted.
+
+    Attributes
+    ----------
+    pending : bool
+        Whether an exchange, or a question to the store, was left before its
+        end, for which the end of the process would wait, or which it would
+        not outlive.
+    """
 
     def __init__(self, timeout: float, start_timeout: float, *, rank: int,
                  size: int, host: str, port: int, restarts: int) -> None:
@@ -168,6 +178,8 @@ class Gloo:
                 if not self.store.check([f"{key}/{rank}"])]
 
     def post(self, why: str) -> None:
+        """Leave a note why this rank leaves, which the others find whatever
+        they do. Waits for nobody."""
         def post() -> None:
             self.store.set(f"{self._key}/note/{self.rank}", why)
             self.store.add(f"{self._key}/notes", 1)
@@ -175,6 +187,7 @@ class Gloo:
         self._ask(post)
 
     def notes(self) -> dict[int, str]:
+        """The notes of other ranks, as far as they can be read now."""
         def read() -> None:
             if self.store.add(f"{self._key}/notes", 0) > len(self._notes):
                 absent = self._absent(f"{self._key}/note")
@@ -188,22 +201,28 @@ class Gloo:
 
     # -- exchanges ----------------------------------------------------------
 
-    def _finish(self, work: Any) -> None:
-        """Wait for an exchange that has begun; not longer than the time-out,
-        nor where another rank has left."""
-        end = time.monotonic() + self.timeout + _ROLL_CALL / 2
+    def wait(self, seconds: float, ready: Callable[[], bool],
+             late: str = "") -> None:
+        """Wait until ``ready()``, which itself waits a moment; not longer
+        than `seconds`, nor where another rank has left. `late`: what has not
+        come in time, where that is not the work of another rank."""
+        end = time.monotonic() + seconds
         self.pending = True
-        while True:
-            with contextlib.suppress(RuntimeError):     # `_SLICE` is over
-                work.wait(_SLICE)
-            if work.is_completed():
-                break
+        while not ready():
             self.check_open()
             if self.notes():
                 raise WorkerLost("other ranks have left the job")
             if time.monotonic() > end:
-                raise self._lost("timed out")
+                raise WorkerLost(late) if late else self._lost("timed out")
         self.pending = False
+
+    def _finish(self, work: Any) -> None:
+        """Wait for an exchange that has begun."""
+        def ready() -> bool:
+            with contextlib.suppress(RuntimeError):     # `_SLICE` is over
+                work.wait(_SLICE)
+            return bool(work.is_completed())
+        self.wait(self.timeout + _ROLL_CALL / 2, ready)
         work.wait()     # raises what has failed
 
     def check_open(self) -> None:
@@ -241,6 +260,7 @@ class Gloo:
                else "has ended") + f" ({text})")
 
     def allgather(self, payload: bytes) -> list[bytes]:
+        """The payloads of all ranks, in their order."""
         room, data = _ROOM, len(payload).to_bytes(8, "little") + payload
         while True:
             own = torch.zeros(room, dtype=torch.uint8)
@@ -255,6 +275,10 @@ class Gloo:
             room = max(ends)
 
     def allreduce(self, arrays: Sequence[np.ndarray], op: str) -> None:
+        """Reduce each of the one-dimensional arrays over all ranks, in
+        place; the same bits on each. `op`: "sum", "max" or "min". All are
+        done when it returns or raises, and until then they may all be under
+        way."""
         # While one waits for the other ranks, another is added up. The stack
         # waits for all, as they may lie in the caller's memory, before it
         # raises an error.
@@ -264,6 +288,8 @@ class Gloo:
                     torch.from_numpy(x), _OPS[op], async_op=True).wait)
 
     def allreduce_native(self, x: Any, op: str) -> bool:
+        """As `allreduce`, on a tensor. False where it cannot, and nothing
+        was done."""
         if not isinstance(x, torch.Tensor) or not x.is_contiguous():
             return False
         with self._explained():
@@ -271,11 +297,15 @@ class Gloo:
         return True
 
     def broadcast(self, flat: np.ndarray, root: int) -> None:
+        """Copy the array of rank `root` into that of all others."""
         with self._explained():
             self._finish(dist.broadcast(torch.from_numpy(flat), root,
                                         async_op=True))
 
     def close(self, alike: bool, stays: bool = False) -> None:
+        """End the connections. `alike`: all ranks do; else nobody is waited
+        for but, if it `stays`, some seconds for the others to read the notes
+        that only it can give."""
         self.closed = True
         if not self.pending:    # destroying would wait for its end
             with contextlib.suppress(Exception):

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from functools import partial
@@ -24,6 +23,7 @@ from mgpu.errors import WorkerLost
 
 #: what a scheduler or a server runs: to import MXNet is to serve
 _ROLE = "import mgpu; mgpu.mxnet_compat()"
+_STORE = "gradients are added up in a KVStore"
 #: seconds between two looks at the scheduler, the server and the notes of
 #: other ranks
 _LOOK = 0.05
@@ -33,11 +33,6 @@ _LEAVING = 5
 
 class KVStore(Gloo):
     """``dist_sync`` with ``update_on_kvstore=False``."""
-
-    name = "kvstore"
-    #: the dtypes in which sums are those of the dtype: the server adds all
-    #: others in float32
-    dtypes = ("float32",)
 
     def __init__(self, timeout: float, start_timeout: float, **place: Any
                  ) -> None:
@@ -60,7 +55,7 @@ class KVStore(Gloo):
             lambda: self._mx.kvstore.create("dist_sync"), start_timeout)
 
     def allreduce(self, arrays: Sequence[np.ndarray], op: str) -> None:
-        for flat in arrays:
+        for flat in arrays:     # the server would round all other dtypes
             if op == "sum" and flat.dtype == np.float32:
                 self._limited(partial(self._sum, flat), self.timeout)
             else:
@@ -82,24 +77,19 @@ class KVStore(Gloo):
                  leaving: bool = False) -> Any:
         """``call()``, which waits for the store, and is left behind where it
         takes longer. `leaving`: the scheduler and the server may end."""
-        future, end = in_thread(call), time.monotonic() + seconds
-        while True:
+        future = in_thread(call)
+
+        def ready() -> bool:
             futures.wait([future], _LOOK)
             ended = [name for name, role in self._roles.items()
                      if role.poll() is not None]
-            what = ""
             if ended and not leaving:
-                what = f"the {' and the '.join(ended)} of the store has ended"
-            elif future.done():
-                return future.result()
-            elif time.monotonic() > end:
-                what = f"the store did not answer within {seconds:g} s"
-            if what:
-                raise WorkerLost(f"{what} (gradients are added up in a "
-                                 "KVStore)")
-            self.check_open()
-            if not leaving and self.notes():
-                raise WorkerLost("other ranks have left the job")
+                raise WorkerLost(f"the {' and the '.join(ended)} of the store "
+                                 f"has ended ({_STORE})")
+            return future.done()
+        self.wait(seconds, ready, "the store did not answer within "
+                  f"{seconds:g} s ({_STORE})")
+        return future.result()
 
     def close(self, alike: bool, stays: bool = False) -> None:
         """`alike`: all ranks close now, and wait for each other, as the store

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mgpu import backends, environment
-from mgpu.arguments import integer, number, one_of
 
 #: lines of a traceback that are shown, and ranks besides the first
 _LINES, _OTHERS = 25, 8
@@ -75,28 +74,23 @@ def launch(script: str, arguments: Sequence[str] = (), *, processes: int,
     Raises
     ------
     ValueError, FileNotFoundError
-        A wrong argument.
+        An address that is none, or no script. (The command line checks
+        numbers and names.)
     ImportError
         PyTorch is missing.
     """
-    if engine is not None:
-        one_of("engine", engine, ("torch", "kvstore"))
     if not os.path.isfile(script):
         raise FileNotFoundError(f"launch runs a Python file; {script!r} is "
                                 "none. Name a script.")
     variables = {
         "MGPU_ENGINE": engine,
         "MGPU_BACKEND": backends.ALIASES.get(backend or "", backend),
-        "MGPU_TIMEOUT": None if timeout is None
-        else f"{number('timeout', timeout, 0):g}"}
-    integer("processes", processes, 1)
+        "MGPU_TIMEOUT": None if timeout is None else f"{timeout:g}"}
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(
             max(1, environment.cpu_cores() // processes))
-    job = Job(script, list(arguments), processes,
-              integer("max_restarts", max_restarts, 0),
-              integer("machines", machines, 1), _address(rdzv, machines),
-              number("start_timeout", start_timeout, 0),
+    job = Job(script, list(arguments), processes, max_restarts, machines,
+              _address(rdzv, machines), start_timeout,
               {name: value for name, value in variables.items() if value})
     environment.package("torch", "mgpu launch, whose processes torchrun "
                         "starts,")

@@ -50,8 +50,6 @@ class StepAgreement:
             with self._world.guard():
                 facts = {**self._facts(), "number": self._number,
                          "allreduce": repr(self._strategy)}
-                self._world.check_dtypes({p.name: p.dtype for p
-                                          in self._replicas.params()})
             self._world.agree("mgpu.Trainer", facts,
                               "Give every rank the same arguments.")
 

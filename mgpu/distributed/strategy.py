@@ -6,7 +6,8 @@ import numpy as np
 
 from mgpu.backends import get_backend
 from mgpu.backends.base import Array
-from mgpu.collectives.strategies import AllReduce, allreduce_by, pack
+from mgpu.collectives.strategies import (AllReduce, allreduce_by, pack,
+                                         unpack)
 from mgpu.distributed.world import Span
 
 #: bytes from which an array is exchanged by itself, where it lies; smaller
@@ -63,10 +64,7 @@ class OverProcesses(AllReduce):
         self._span.world.reduce_all(
             [*(column[0] for column in large), *flat], op)
         for bucket, whole in zip(buckets, flat):
-            end = 0
-            for first, *_ in bucket:
-                begin, end = end, end + len(first)
-                first[...] = whole[begin:end]
+            unpack(whole, [first for first, *_ in bucket])
         for first, *others in columns:
             if count > 1:
                 first /= count

@@ -17,7 +17,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,59 +25,11 @@ from mgpu.distributed.sums import Sums
 from mgpu.errors import (ModelMismatch, UnevenWork, WorkerError,
                          WorkerFailed, WorkerLost)
 
+if TYPE_CHECKING:
+    from mgpu.distributed._gloo import Gloo
+
 #: what a process gives in the place of its work
-_FAILED, _LEAVES = "failed", "leaves"
-
-
-class Engine(Protocol):
-    """What carries bytes and sums between processes. An exchange raises
-    `WorkerLost` where another process ends, or is silent for longer than the
-    time-out, or has posted why it leaves; its message says only who, and what
-    was seen. Whoever waits can be interrupted.
-
-    Attributes
-    ----------
-    pending : bool
-        Whether an exchange, or a question to the store, was left before its
-        end, for which the end of the process would wait, or which it would
-        not outlive.
-    """
-
-    name: str
-    rank: int
-    size: int
-    timeout: float
-    #: the dtypes that sums are computed in; None: each in its own
-    dtypes: tuple[str, ...] | None
-    pending: bool
-
-    def allgather(self, payload: bytes) -> list[bytes]:
-        """The payloads of all ranks, in their order."""
-
-    def allreduce(self, arrays: Sequence[np.ndarray], op: str) -> None:
-        """Reduce each of the one-dimensional arrays over all ranks, in
-        place; the same bits on each. `op`: "sum", "max" or "min". All are
-        done when it returns or raises, and until then they may all be under
-        way."""
-
-    def broadcast(self, flat: np.ndarray, root: int) -> None:
-        """Copy the array of rank `root` into that of all others."""
-
-    def allreduce_native(self, x: Any, op: str) -> bool:
-        """As `allreduce`, on an array of the engine that holds it. False
-        where this one cannot, and nothing was done."""
-
-    def post(self, why: str) -> None:
-        """Leave a note why this rank leaves, which the others find whatever
-        they do. Waits for nobody."""
-
-    def notes(self) -> dict[int, str]:
-        """The notes of other ranks, as far as they can be read now."""
-
-    def close(self, alike: bool, stays: bool = False) -> None:
-        """End the connections. `alike`: all ranks do; else nobody is waited
-        for but, if it `stays`, some seconds for the others to read the notes
-        that only it can give."""
+_FAILED, _LEAVES = "failed", "the end of the program"
 
 
 class World:
@@ -94,7 +46,7 @@ class World:
         told; None before.
     """
 
-    def __init__(self, engine: Engine | None = None, restarts: int = 0
+    def __init__(self, engine: "Gloo | None" = None, restarts: int = 0
                  ) -> None:
         self.engine = engine
         self.rank, self.size = (engine.rank, engine.size) if engine else (0, 1)
@@ -151,31 +103,24 @@ class World:
         """`gather`, while passes may be under way."""
         self._work = work
         every = self._meet(work, value)
-        works = {rank: one["work"] for rank, one in enumerate(every)}
-        for rank, other in works.items():
-            if other == _FAILED:
-                raise WorkerFailed(
-                    f"rank {rank} failed before {work!r}: "
-                    f"{every[rank]['value'].rstrip('.')}. "
-                    f"No parameter of rank {self.rank} has changed. Correct "
-                    "what that rank reports; its log has the traceback.")
-        for rank, other in works.items():
-            if other == _LEAVES:
-                self._lost = UnevenWork(
-                    "all ranks do the same number of steps; received the end "
-                    f"of rank {rank} while rank {self.rank} is at {work!r}, "
-                    f"meeting {self.serial}. Call the functions of mgpu on "
-                    "every rank, not inside `if rank == 0`; and give every "
-                    "rank as many batches: of mgpu.datasets, where a rank may "
-                    "also get an empty part.")
-                raise self._lost
-        if len(set(works.values())) > 1:
-            raise UnevenWork(
+        works = [one["work"] for one in every]
+        if _FAILED in works:
+            rank = works.index(_FAILED)
+            raise WorkerFailed(
+                f"rank {rank} failed before {work!r}: "
+                f"{every[rank]['value'].rstrip('.')}. "
+                f"No parameter of rank {self.rank} has changed. Correct what "
+                "that rank reports; its log has the traceback.")
+        if works.count(work) < self.size:
+            error = UnevenWork(
                 "all ranks do the same work in the same order; received "
-                + ", ".join(f"{w!r} on rank {r}" for r, w in works.items())
+                + ", ".join(f"{w!r} on rank {r}" for r, w in enumerate(works))
                 + f" at meeting {self.serial}. Call the functions of mgpu on "
-                "every rank, not inside `if rank == 0`, and give every rank "
-                "as many batches.")
+                "every rank, not inside `if rank == 0`; and give every rank "
+                "as many batches: of mgpu.datasets, where a rank may also get "
+                "an empty part.")
+            self._lost = error if _LEAVES in works else None
+            raise error
         return [one["value"] for one in every]
 
     @property
@@ -199,7 +144,7 @@ class World:
         return every
 
     @contextlib.contextmanager
-    def _exchange(self) -> Iterator[Engine]:
+    def _exchange(self) -> "Iterator[Gloo]":
         """One exchange at a time; one that fails is the last."""
         if self._process != os.getpid():
             raise RuntimeError(
@@ -230,7 +175,8 @@ class World:
     def _cause(self, notes: dict[int, str], error: WorkerLost) -> WorkerLost:
         """Why an exchange did not end: what another rank has posted, else
         what was seen here."""
-        for rank, why in sorted(notes.items()):
+        if notes:
+            rank, why = min(notes.items())
             return WorkerLost(
                 f"rank {rank} has ended: {why}. Rank {self.rank} stops "
                 f"at {self._work!r}. Correct what that rank reports, and "
@@ -249,13 +195,10 @@ class World:
         return self.engine is None or self._lost is not None \
             or self._process != os.getpid()
 
-    def guard(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
         """What fails in the block on this rank is reported to the others,
         which raise `WorkerFailed` in their next meeting."""
-        return contextlib.nullcontext() if self.size == 1 else self._guard()
-
-    @contextlib.contextmanager
-    def _guard(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -377,7 +320,7 @@ class World:
                 engine.broadcast(flat, root)
 
     @contextlib.contextmanager
-    def _arrays(self, work: str, how: str, *arrays: Any) -> Iterator[Engine]:
+    def _arrays(self, work: str, how: str, *arrays: Any) -> "Iterator[Gloo]":
         """An exchange of arrays. Outside of `together` the ranks compare them
         first: arrays are never added to others that they do not belong to."""
         if not self._together:
@@ -386,20 +329,6 @@ class World:
                 "Call it alike on every rank.")
         with self._exchange() as engine:
             yield engine
-
-    def check_dtypes(self, dtypes: dict[str, str]) -> None:
-        """Refuse parameters, whose dtypes are given by name, that the engine
-        does not add up in their own dtype (ValueError)."""
-        fit = None if self.engine is None else self.engine.dtypes
-        wrong = [f"{name} of {dtype}" for name, dtype in dtypes.items()
-                 if fit is not None and dtype not in fit]
-        if wrong:
-            raise ValueError(
-                f"the engine {self.engine.name!r} adds up in "       # type: ignore[union-attr]
-                f"{' and '.join(fit or ())}; received {wrong[0]}"
-                + (f" and {len(wrong) - 1} others" if wrong[1:] else "")
-                + ". Use engine='torch' (mgpu launch --engine torch), or "
-                "another dtype.")
 
     # -- places -------------------------------------------------------------
 
@@ -428,22 +357,18 @@ class World:
                 raise UnevenWork(
                     "all ranks take their rows of the same batch; received "
                     f"{batch_in_words(other)} on rank {first} and "
-                    f"{batch_in_words(batch)} on rank {rank}. " + (
-                        "Give every rank the same examples: a split that is "
-                        "drawn at random takes a seed."
-                        if batch[:-1] == other[:-1] else
-                        "Give the data the same seed and order on every "
-                        "rank, and begin an epoch on all of them: one that "
-                        "only some ranks begin, for a look at the data, "
-                        "counts."))
+                    f"{batch_in_words(batch)} on rank {rank}. Give every rank "
+                    "the same examples in the same order: a split that is "
+                    "drawn at random takes a seed; and begin an epoch on all "
+                    "of them: one that only some ranks begin, for a look at "
+                    "the data, counts.")
 
     @staticmethod
     def check_orders(places: Sequence[list[Any] | None], work: str) -> None:
         """Refuse data of which ranks begin at other places (ValueError)."""
+        first = places[0]
         for rank, place in enumerate(places):
-            first = places[0]
-            if first is place is None or first and place \
-                    and same_batch(first, place):
+            if first == place or first and place and same_batch(first, place):
                 continue
             said = [batch_in_words(x) if x else "data of another kind"
                     for x in (first, place)]
@@ -473,12 +398,12 @@ class World:
                 "these are not known. Call mgpu.initialize first; for a "
                 "look at the data, and for its sample=, take train_iter.X, "
                 "such as X[:1].")
-        first, total = sum(self.devices[:self.rank]), sum(self.devices)
-        last = first + self.devices[self.rank] - 1
+        span = Span(self, self.devices)
+        last = span.first + self.devices[self.rank] - 1
 
         def share(rows: int) -> tuple[int, int]:
-            cuts = bounds(rows, total)
-            return cuts[first][0], cuts[last][1]
+            cuts = bounds(rows, span.total)
+            return cuts[span.first][0], cuts[last][1]
         return share
 
 
@@ -541,17 +466,14 @@ def in_words(error: BaseException) -> str:
 
 def _difference(a: Any, b: Any, where: str = "") -> tuple[str, Any, Any]:
     """The first place at which two values of JSON differ."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in (*a, *(key for key in b if key not in a)):
+    if type(a) is type(b) and isinstance(a, (dict, list)):
+        form = "{}[{}]" if isinstance(a, list) else "{} {}"
+        a, b = (x if isinstance(x, dict) else dict(enumerate(x))
+                for x in (a, b))
+        for key in (*a, *b):
             if a.get(key) != b.get(key):
                 return _difference(a.get(key), b.get(key),
-                                   f"{where} {key}".strip())
-    if isinstance(a, list) and isinstance(b, list):
-        for i, (x, y) in enumerate(zip(a, b)):
-            if x != y:
-                return _difference(x, y, f"{where}[{i}]")
-        if len(a) != len(b):
-            return f"the number of {where}", len(a), len(b)
+                                   form.format(where, key).strip())
     return where, a, b
 
 

@@ -1,6 +1,6 @@
 """Scenarios for one process, and for several with as many devices in all:
-``equality.py BACKEND COUNTS FOLDER [DTYPE]``, where COUNTS has the number of
-devices of each rank, such as 1,2,1.
+``equality.py BACKEND COUNTS FOLDER [DTYPE SCENARIO ...]``, where COUNTS has
+the number of devices of each rank, such as 1,2,1.
 
 Each scenario is a function that is given this rank's devices and returns
 arrays by name, which must not depend on how many processes there are.
@@ -230,35 +230,28 @@ def dropout(devices):
 dropout.on = ["torch"]
 
 
-def found_by(devices, dtype="float64"):
+def found_by(devices, dtype="float64", only=()):
     """(Name, arrays) of each scenario that the backend has."""
     global DTYPE
     DTYPE = dtype
-    for name, function in SCENARIOS.items():
+    for name in only or SCENARIOS:
+        function = SCENARIOS[name]
         if mgpu.get_backend().name in getattr(
                 function, "on", ("torch", "mxnet")):
             mgpu.seed(5)
             yield name, function(devices)
 
 
-def refused():
-    """The error of float64 where a parameter server adds in float32."""
-    try:
-        made([mgpu.cpu(0)])
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def main(backend, counts, folder, dtype="float64"):
+def main(backend, counts, folder, dtype="float64", *only):
     mgpu.set_backend(backend)
     mgpu.distributed.init(timeout=30)
     rank, folder = mgpu.distributed.rank(), Path(folder)
-    if dtype == "float32":
-        (folder / f"refused-{rank}.txt").write_text(refused())
     devices = [mgpu.cpu(i) for i in range(int(counts.split(",")[rank]))]
-    for name, found in found_by(devices, dtype):
+    for name, found in found_by(devices, dtype, only):
         np.savez(folder / f"{name}-{rank}.npz", **found)
+    if dtype == "float32":
+        (_, found), = found_by(devices, only=["per_device"])
+        np.savez(folder / f"float64-{rank}.npz", **found)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """`mgpu launch`: the status, whose output is shown, which rank is named, what
 is left, and which sockets listen."""
+import contextlib
 import importlib
 import os
 import re
@@ -12,17 +13,18 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from click.testing import CliRunner
 
 import forked
-import mgpu
 from distributed import jobs
-from mgpu import cli
+from mgpu import cli, environment
 from mgpu.distributed import launch
 
 PROGRAM = jobs.ROOT / "tests" / "distributed" / "launched.py"
-linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux ends the "
+                           "processes of a launcher that is killed")
 
 
 def command(*options, program=PROGRAM, python=sys.executable):
@@ -94,36 +96,11 @@ def test_the_rank_that_fails_is_named_first(tmp_path):
 
 # -- what is left, and what listens -------------------------------------------
 
-def family(pid):
-    """A process and those that it has started."""
-    found = [pid]
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        found += family(int(child))
-    return found
-
-
-def runs(pid):
+def runs(process):
     """Whether a process is there, and not only waits to be forgotten."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[
-            0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def listening(pids):
-    """The addresses at which these processes wait for connections."""
-    own, found = set(), []
-    for pid in pids:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            if entry.is_symlink():
-                own.add(os.readlink(entry))
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            entry = line.split()
-            if entry[3] == "0A" and f"socket:[{entry[9]}]" in own:
-                found.append(entry[1].split(":")[0])
-    return found
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != "zombie"
+    return False
 
 
 @linux
@@ -134,22 +111,24 @@ def test_a_signal_ends_all_processes(tmp_path, how, status):
         process = subprocess.Popen(
             [*command("-n", 2), "waits", "10000"], stdout=out,
             stderr=subprocess.STDOUT, env=own_environment(tmp_path))
-        everyone = [process.pid]
         try:
             end = time.monotonic() + 200
             while (tmp_path / "out").read_text().count("here") < 2:
                 assert process.poll() is None and time.monotonic() < end
                 time.sleep(0.1)
-            everyone = family(process.pid)
+            first = psutil.Process(process.pid)
+            everyone = [first, *first.children(recursive=True)]
             assert len(everyone) == 3
-            found = listening(everyone)
-            assert found and set(found) == {"0100007F"}     # 127.0.0.1
+            pids = {one.pid for one in everyone}
+            assert {x.laddr.ip for x in psutil.net_connections("tcp")
+                    if x.pid in pids and x.status == "LISTEN"} \
+                == {"127.0.0.1"}
             process.send_signal(how)
             assert process.wait(60) == status
             end = time.monotonic() + 60
             while any(map(runs, everyone)) and time.monotonic() < end:
                 time.sleep(0.05)
-            assert not [pid for pid in everyone if runs(pid)]
+            assert not any(map(runs, everyone))
         finally:
             if process.poll() is None:
                 process.kill()
@@ -320,8 +299,15 @@ def test_causes_come_before_those_who_report_them(tmp_path):
     assert "SIGSEGV" in said[0] and "still ran" in said[3]
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "soon", "inf", "nan"])
-def test_a_wrong_time_out_is_refused(monkeypatch, text):
-    monkeypatch.setenv("MGPU_TIMEOUT", text)
-    with pytest.raises(ValueError, match="MGPU_TIMEOUT"):
-        mgpu.environment.timeout()
+@pytest.mark.parametrize("name, texts, rule", [
+    ("MGPU_TIMEOUT", "0 -1 soon inf nan", "a number above 0"),
+    ("MGPU_THREADS_PER_DEVICE", "0 many 2.5", "a whole number, 1 or more"),
+    ("MGPU_DEBUG", "2 yes", "0 or 1")])
+def test_a_wrong_value_of_a_variable_is_refused(monkeypatch, name, texts,
+                                                rule):
+    variable, = (x for x in environment.VARIABLES if x.name == name)
+    for text in texts.split():
+        monkeypatch.setenv(name, text)
+        with pytest.raises(ValueError, match=f"{name} must be {rule}; "
+                           f"received '{text}'"):
+            variable.read()

@@ -15,6 +15,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 import forked
 from distributed import jobs
 
@@ -95,13 +97,11 @@ class Outcome:
 def survivors(sessions):
     """Processes of these sessions that still run."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, IndexError):
-                state, _, _, sid = (entry / "stat").read_text().rpartition(
-                    ")")[2].split()[:4]
-                if int(sid) in sessions and state not in "ZX":
-                    found.append(int(entry.name))
+    for process in psutil.process_iter(["status"]):
+        with contextlib.suppress(OSError):      # it has ended
+            if os.getsid(process.pid) in sessions \
+                    and process.info["status"] not in ("zombie", "dead"):
+                found.append(process.pid)
     return found
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 import forked
 
@@ -124,17 +125,10 @@ def killed(backend, engine, runs, folder, draw):
 
 def left(folder, patience=2.0):
     """Processes of the job that still run, some seconds after its end."""
-    mark, end = f"MGPU_TEST_JOB={folder}".encode(), time.time() + patience
+    end = time.time() + patience
     while True:
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    words = (entry / "environ").read_bytes().split(b"\0")
-                except OSError:
-                    continue
-                if mark in words:
-                    found.append(int(entry.name))
+        found = [x.pid for x in psutil.process_iter(["environ"]) if (
+            x.info["environ"] or {}).get("MGPU_TEST_JOB") == str(folder)]
         if not found or time.time() > end:
             return found
         time.sleep(0.1)

@@ -124,54 +124,59 @@ def test_work_that_fails_on_a_device(training, failing):
 
 # -- the driver sees what is wrong --------------------------------------------
 
-FALSE = '''
+SAID = "all ranks meet in step 3; rank 1 has ended. Start again."
+
+
+def outcome(message=SAID, digests=("b", "c"), digest="c", status=1):
+    """Of a job whose rank 1 was lost in the third step, as it must be."""
+    end = {"error": "WorkerLost", "family": True, "digest": digest,
+           "message": message}
+    return driver.Outcome(
+        [status, status], [end, None], [list(digests), ["b", "c"]],
+        ["a", "a"], ["", ""], [], [], 1.0, 1.0)
+
+
+def problems(found, expected="WorkerLost"):
+    return driver.problems(driver.Case(
+        1, "lost", expect={0: expected, 1: "-"}, culprit=1), found, [*"abcd"])
+
+
+@pytest.mark.parametrize("wrong, complaint", [
+    ({"digests": ("b", "x"), "digest": "x"},
+     "wrong number: rank 0, its steps"),
+    ({"digest": "d"}, "wrong number: rank 0, after the error"),
+    ({"message": SAID.replace("1", "0")}, "wrong culprit: rank 0"),
+    ({"message": "all meet in step 3; one has ended. Start again."},
+     "poor message: no rank"),
+    ({"message": "rank 1 has ended. Start again."}, "poor message: not where"),
+    ({"message": SAID[:-len(" Start again.")]}, "poor message: no remedy"),
+    ({"status": 0}, "wrong status: the whole job")])
+def test_the_driver_judges_an_end(wrong, complaint):
+    assert problems(outcome()) == []
+    assert problems(outcome(), "UnevenWork")[0].startswith("wrong class: W")
+    assert complaint in " ".join(problems(outcome(**wrong)))
+
+
+STAYS = """
 import json, os, subprocess, sys, time
-plan, rank = json.loads(sys.argv[1]), int(os.environ["RANK"])
-what = plan["deed"]
-def write(name, value):
-    path = f"{plan['folder']}/{name}-{rank}"
-    with open(path, "w") as file:
-        json.dump(value, file)
-    os.replace(path, path + ".json")
-write("begun", "a")
-write("fault", time.time())
-write("steps", ["b", "x" if what == "steps" and rank == 0 else "c"])
-if what == "hang" and rank == 0:
+folder, rank = json.loads(sys.argv[1])["folder"], os.environ["RANK"]
+with open(f"{folder}/fault-{rank}", "w") as file:
+    json.dump(time.time(), file)
+os.replace(file.name, file.name + ".json")
+if rank == "0":
     time.sleep(600)
-if what == "orphan" and rank == 0:
-    subprocess.Popen(["sleep", "600"])
-write("end", {"error": "WorkerLost", "family": True, "told": {},
-              "digest": "d" if what == "after" else
-              "x" if what == "steps" and rank == 0 else "c",
-              "at": time.time(), "skipped": 0, "message": {
-    "culprit": "all ranks meet in step 3; rank 0 has ended. Start again.",
-    "rank": "all meet in step 3; one has ended. Start again.",
-    "place": "rank 1 has ended. Start again.",
-    "remedy": "all ranks meet in step 3; rank 1 has ended.",
-}.get(what, "all ranks meet in step 3; rank 1 has ended. Start again.")})
-sys.exit(0 if what == "status" else 1)
-'''
+subprocess.Popen(["sleep", "600"])
+"""
 
 
-@pytest.mark.parametrize(("deed", "complaint"), [
-    ("nothing", None), ("hang", "hung: rank 0"),
-    ("steps", "wrong number: rank 0, its steps"),
-    ("after", "wrong number: rank 0, after the error"),
-    ("orphan", "left behind: process"), ("culprit", "wrong culprit: rank 0"),
-    ("rank", "poor message: no rank"), ("place", "poor message: not where"),
-    ("remedy", "poor message: no remedy"), ("class", "wrong class: Worker"),
-    ("status", "wrong status: the whole job")])
-def test_the_driver_sees(deed, complaint, tmp_path):
-    program = tmp_path / "false.py"
-    program.write_text(FALSE)
-    case = driver.Case(1, deed, ((1, 2, "before", ""),), {
-        0: "UnevenWork" if deed == "class" else "WorkerLost", 1: "-"}, 1,
-        limit=1 if deed == "hang" else 20, options={"deed": deed})
+def test_the_driver_sees_who_stays(tmp_path):
+    program = tmp_path / "stays.py"
+    program.write_text(STAYS)
+    case = driver.Case(1, "stays", limit=1)
     outcome = driver.run(case, "torch", "torch", tmp_path / "job", program,
                          patience=1)
-    found = driver.problems(case, outcome, ["a", "b", "c", "d"])
-    assert (not found) if complaint is None else any(
-        text.startswith(complaint) for text in found), found
+    hung, left = driver.problems(case, outcome, None)
+    assert hung == "hung: rank 0" and left.startswith("left behind: process")
     assert driver.survivors(set(outcome.left)) == []
 
 
