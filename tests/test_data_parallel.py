@@ -147,6 +147,7 @@ def test_an_optimizer_of_the_framework(backend, devices):
 def torch_networks():
     import torch
     from torch import nn
+    from torch.nn.utils import prune
     from torch.utils.checkpoint import checkpoint
     with mgpu.using_backend("torch") as backend:
         found = networks(backend)
@@ -184,8 +185,17 @@ def torch_networks():
     def SpectralNorm():
         return nn.Sequential(nn.utils.parametrizations.spectral_norm(
             nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 3))
+
+    def Pruned():
+        return nn.Sequential(prune.l1_unstructured(
+            nn.Linear(6, 8), "weight", 0.5), nn.Linear(8, 3))
+
+    def Tied():
+        net = Net()
+        net.b.weight = net.a.weight
+        return net
     return {**found, **{make.__name__: make for make in (
-        Reentrant, Buffer, InPlace, Attention, SpectralNorm)}}
+        Reentrant, Buffer, InPlace, Attention, SpectralNorm, Pruned, Tied)}}
 
 
 def torch_batch(size, seed):
@@ -221,18 +231,20 @@ def torch_loop(net, loss=None, optimizer="sgd", sizes=SIZES):
 
 @ON_TORCH
 @pytest.mark.parametrize("name", ["Reentrant", "Buffer", "InPlace",
-                                  "Attention", "SpectralNorm"])
+                                  "Attention", "SpectralNorm", "Pruned",
+                                  "Tied"])
 def test_a_torch_loop(backend, devices, name):
     same(lambda wrap: torch_loop(wrap(torch_net(name))), devices)
 
 
 @ON_TORCH
 def test_losses_of_a_whole_batch(backend, devices):
-    """With class weights; of all pairs of examples."""
+    """With class weights; with ignored labels; of all pairs of examples."""
     import torch
     from torch.nn import functional as F
     weights = torch.tensor([1., 2., 4.], dtype=torch.float64)
     for loss in (lambda z, y: F.cross_entropy(z, y, weights),
+                 lambda z, y: F.cross_entropy(z, y, ignore_index=1),
                  lambda z, y: (z @ z.T).logsumexp(1).mean()):
         same(lambda wrap: torch_loop(wrap(torch_net()), loss), devices)
 
