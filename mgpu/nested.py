@@ -1,5 +1,4 @@
-"""Nested data: arrays in the containers of `backends.containers` and in
-mappings.
+"""Nested data: arrays in lists, tuples, deques and mappings.
 
 An array is whatever has a ``shape`` (but for NumPy's scalars), and a list of
 numbers, or of such lists, which becomes one as `Backend.put` makes it.
@@ -52,10 +51,11 @@ def _is_numbers(data: Any) -> bool:
 
 def entries_of(data: Any) -> list[Any] | None:
     """What a container holds; None for arrays and for all else."""
-    if is_array(data) or _is_numbers(data):
+    if not isinstance(data, (Mapping, list, tuple, deque)) or is_array(data) \
+            or _is_numbers(data):
         return None
-    found = containers.parts(_known(data))
-    return None if found is None else found[1]
+    _, values = containers.parts(_known(data)) or ((), [])
+    return values
 
 
 def _known(data: Any) -> Any:

@@ -127,7 +127,7 @@ def split_and_load(data: Any, devices: Any = None, batch_axis: int = 0,
     Parameters
     ----------
     data : native array, NumPy array, list of numbers, or a tuple, list,
-        dict, deque, named tuple or dataclass of them
+        dict, deque or named tuple of them
         Nested data are split leaf by leaf, and so is a list without arrays
         (of text, with an entry for each row); anything else goes to every
         device as it is, a tuple of text or numbers too, unless it has as

@@ -196,8 +196,8 @@ class Table:
 def test_nested_data_are_split_leaf_by_leaf(backend):
     a, b = np.arange(4.0), np.arange(8).reshape(4, 2)
     data = {"x": (a, [b, backend.put(a, cpu(0))]), "name": "train",
-            "pair": Pair(a, None), "scale": 2.5, "more": Labelled(
-                collections.deque([b]), a),
+            "pair": Pair(a, None), "scale": 2.5,
+            "more": collections.deque([b, a]),
             "ordered": collections.OrderedDict(z=a)}
     shards = split_and_load(data, [cpu(0), cpu(1)])
     assert len(shards) == 2 and type(data["x"]) is tuple
@@ -206,12 +206,12 @@ def test_nested_data_are_split_leaf_by_leaf(backend):
         assert type(shard) is dict and list(shard) == list(data)
         first, (second, third) = shard["x"]
         for made, whole in ((first, a), (second, b), (third, a),
-                            (shard["pair"].left, a), (shard["more"].y, a),
-                            (shard["more"].x[0], b),
+                            (shard["pair"].left, a), (shard["more"][0], b),
+                            (shard["more"][1], a),
                             (shard["ordered"]["z"], a)):
             assert_bit_equal(backend.to_numpy(made), whole[rows])
         assert type(shard["x"]) is tuple and type(shard["x"][1]) is list
-        assert type(shard["more"].x) is collections.deque
+        assert type(shard["more"]) is collections.deque
         assert type(shard["pair"]) is Pair and shard["pair"].right is None
         assert type(shard["ordered"]) is collections.OrderedDict
         assert shard["name"] == "train" and shard["scale"] == 2.5

@@ -379,9 +379,9 @@ class Joining:
         found = containers.parts(x)
         if found is None:
             if not all(other is x or np.all(other == x) for other in xs) \
-                    or isinstance(x, (int, float, complex, tuple)) \
+                    or isinstance(x, (int, float, complex)) \
                     and not isinstance(x, bool) and not fitting(
-                        [x], lambda x, y, n: y is None or y == x):
+                        [True], lambda _, y, n: y is None or y == x):
                 raise ValueError(
                     f"{name} depends on the examples of a device: "
                     f"{str(xs)[:80]}. Return a value for each example.")

@@ -4,7 +4,7 @@ from typing import Any
 
 from mgpu.backends import base, messages
 from mgpu.device import Device
-from mgpu.nested import as_inputs, is_empty, leaves, map_leaves, shapes_of
+from mgpu.nested import arrays_in, as_inputs, is_empty, leaves, shapes_of
 
 
 def check_column(column: Any, k: int, backend: base.Backend, place: str = ""
@@ -54,8 +54,7 @@ def check_native(inputs: tuple[Any, ...], i: int, device: Device,
                  backend: base.Backend) -> None:
     """Refuse inputs of replica `i` that hold no array of this engine. The
     engine checks where arrays are."""
-    found: list[Any] = []
-    map_leaves(found.append, inputs)
+    found = arrays_in(inputs)
     others = [x for x in found if not backend.is_native(x)]
     for x in others:
         messages.refuse_foreign(x, backend.name)
