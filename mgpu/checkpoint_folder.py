@@ -1,5 +1,4 @@
 """The checkpoints of one run of `train`, in a folder of their own."""
-import contextlib
 import fcntl
 import os
 import re
@@ -70,10 +69,8 @@ class Folder:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._descriptor >= 0:
-            # A forked child has the descriptor too, and may outlive the run.
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        if self._descriptor in _descriptors:    # not in a forked child
+            _descriptors.remove(self._descriptor)
             os.close(self._descriptor)
 
     # -- resuming -----------------------------------------------------------
@@ -113,6 +110,7 @@ class Folder:
         """The folder is of one run at a time. Where the process ends, the
         system unlocks it."""
         self._descriptor = os.open(self._path, os.O_RDONLY)
+        _descriptors.add(self._descriptor)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -219,3 +217,16 @@ class Folder:
 def _name(history: Mapping[str, Any]) -> str:
     """Of a checkpoint: the number of its steps."""
     return f"step-{len(history['loss_per_step']):08d}.safetensors"
+
+
+#: of the folders that this process holds
+_descriptors: set[int] = set()
+
+
+def _release_in_child() -> None:
+    """A forked child may outlive the run, and holds no folder."""
+    while _descriptors:
+        os.close(_descriptors.pop())
+
+
+os.register_at_fork(after_in_child=_release_in_child)

@@ -76,6 +76,8 @@ def unpack(tree: Any, arrays: Mapping[str, np.ndarray], prefix: str,
         if kind == "native":
             return x if backend is None \
                 else backend.put(x, device, dtype=dtype[0])
-        return {"bytes": x.tobytes, "scalar": lambda: x[()],
-                "array": x.copy}[kind]()
+        kinds: dict[str, Any] = {"bytes": np.ndarray.tobytes,
+                                 "scalar": lambda x: x[()],
+                                 "array": np.ndarray.copy}
+        return kinds[kind](x)
     return value(tree)

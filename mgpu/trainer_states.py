@@ -140,22 +140,18 @@ def to_dict(states: TrainerStates, backend: Backend) -> dict[str, Any]:
 
 
 def from_dict(state_dict: Any, backend: Backend) -> TrainerStates:
-    """The states of `to_dict`. TypeError or ValueError for all else."""
-    if not isinstance(state_dict, Mapping):
-        raise TypeError("state_dict must be a dict; received "
-                        f"{type(state_dict).__name__}. Pass what "
-                        "Trainer.state_dict() gave.")
-    found = dict(state_dict)
+    """The states of `to_dict`. ValueError for all else."""
     try:
+        found = dict(state_dict)
         if found.pop("format") not in FORMATS:
             raise ValueError("another format")
         return unpack(found, {name: backend.to_numpy(x) for name, x
                               in found.pop("slots").items()})
     except Exception as error:
         raise ValueError(
-            "expected what Trainer.state_dict() gave; received a dict with "
-            f"{sorted(map(str, state_dict))[:6]}. A state of a torch.optim "
-            "object cannot be loaded: save that of the Trainer.") from error
+            "expected what Trainer.state_dict() gave; received another "
+            f"{type(state_dict).__name__}. A state of a torch.optim object "
+            "cannot be loaded: save that of the Trainer.") from error
 
 
 def write(states: TrainerStates, file: files.FilePath) -> None:

@@ -123,12 +123,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     epoch and between two."""
     mgpu.seed(7)
     whole = training(backend, devices, kind=kind)
-    go_on(whole, 11, save_at, tmp_path / "saved")
+    go_on(whole, 8, save_at, tmp_path / "saved")
     disturb(backend)
     resumed = training(backend, devices, kind=kind, seed=5)
     mgpu.load_checkpoint(tmp_path / "saved", *resumed)
     assert resumed[1].num_update == save_at
-    go_on(resumed, 11)
+    go_on(resumed, 8)
     assert_same(everything(resumed), everything(whole))
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
@@ -166,7 +166,7 @@ def test_a_batch_that_was_cut_short_comes_again(
         backend, devices, tmp_path, stop_at, ahead):
     """And the one that a save before its step finds handed out."""
     whole = training(backend, devices, transform=None, net=mlp(backend))
-    go_on(whole, 8)
+    go_on(whole, 6)
     run = training(backend, devices, transform=None, net=mlp(backend))
     replicas, trainer, data = run
     batches = mgpu.prefetch(data, 2) if ahead else data
@@ -187,7 +187,7 @@ def test_a_batch_that_was_cut_short_comes_again(
         resumed = training(backend, devices, None, net=mlp(backend), seed=5)
         mgpu.load_checkpoint(tmp_path / name, *resumed)
         assert resumed[2].position == (0, stop_at)
-        go_on(resumed, 8)
+        go_on(resumed, 6)
         assert_same(everything(resumed), everything(whole))
 
 
@@ -321,17 +321,17 @@ def extra_state(layer):
 def test_what_layers_add_to_a_state_goes_on(backend, devices, tmp_path):
     """Without pickle."""
     whole = training(backend, devices, None, net=counting(extra_state))
-    go_on(whole, 9, 4, tmp_path / "saved")
+    go_on(whole, 7, 4, tmp_path / "saved")
     resumed = training(backend, devices, None, net=counting(extra_state),
                        seed=5)
     mgpu.load_checkpoint(tmp_path / "saved", *resumed)
     layer = resumed[0].net[1]
     assert layer.n == 4 and same(layer.note, NOTE)
-    go_on(resumed, 9)
+    go_on(resumed, 7)
     assert_same(everything(resumed), everything(whole))
     for k in (1, 3):
         one, two = whole[0].net[k], resumed[0].net[k]
-        assert one.n == two.n == 9 and (one.sum == two.sum).all()
+        assert one.n == two.n == 7 and (one.sum == two.sum).all()
 
 
 def set_rate(net, rate):

@@ -645,7 +645,7 @@ def test_wrong_calls_by_torchs_names_are_refused(backend):
              "Trainer.state_dict"),
             ({**trainer.state_dict(), "slots": 1}, ValueError,
              "Trainer.state_dict"),
-            ([], TypeError, "state_dict must be a dict")):
+            ([], ValueError, "Trainer.state_dict")):
         with pytest.raises(error, match=words):
             trainer.load_state_dict(wrong)
     with pytest.raises(ValueError, match="batch_size must be.*received None. "
