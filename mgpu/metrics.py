@@ -9,7 +9,7 @@ float32 and what it counts in silence: labels that are no classes.
 """
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,7 +77,7 @@ class EvalMetric:
         TypeError
             An array of the other framework.
         """
-        self._add(self._read(labels, preds))
+        self.read(labels, preds)()
 
     def measure(self, labels: np.ndarray, preds: np.ndarray
                 ) -> tuple[int, Sequence[float]]:
@@ -85,16 +85,15 @@ class EvalMetric:
         sum is theirs."""
         raise NotImplementedError
 
-    def _read(self, labels: Any, preds: Any) -> list[
-            tuple[int, Sequence[float]]]:
-        """Raises as `update`; returns what `_add` counts."""
+    def read(self, labels: Any, preds: Any) -> Callable[[], None]:
+        """Raises as `update`; returns what counts the batch."""
         pairs = _pairs(labels, preds)
         # Of all devices, also where one fails: MXNet raises what nobody has
         # waited for in a later call.
         scores = get_backend().parallel([partial(on_host, x)
                                          for _, x in pairs])
-        return [self.measure(on_host(y), x)
-                for (y, _), x in zip(pairs, scores)]
+        return partial(self._add, [self.measure(on_host(y), x)
+                                   for (y, _), x in zip(pairs, scores)])
 
     def _add(self, found: Sequence[tuple[int, Sequence[float]]]) -> None:
         self._batches += len(found)
@@ -309,10 +308,11 @@ class Loss(EvalMetric):
     def __init__(self, name: str = "loss") -> None:
         super().__init__(name)
 
-    def _read(self, labels, preds):
+    def read(self, labels: Any, preds: Any) -> Callable[[], None]:
         losses = [on_host(x) for x in _flat(preds) if x is not None]
-        return [(x.size, x.reshape(-1).astype(np.float64).tolist())
-                for x in losses]
+        return partial(self._add, [
+            (x.size, x.reshape(-1).astype(np.float64).tolist())
+            for x in losses])
 
 
 class CompositeEvalMetric(EvalMetric):
@@ -342,15 +342,18 @@ class CompositeEvalMetric(EvalMetric):
         for one in self.metrics:
             one.reset()
 
-    def update(self, labels: Any, preds: Any) -> None:
-        # All read before the first counts, but for those of the user's that
-        # have an `update` of their own.
-        counts = [partial(one._add, one._read(labels, preds))
+    def read(self, labels: Any, preds: Any) -> Callable[[], None]:
+        # One of the user's that has an `update` of its own comes after all
+        # have read.
+        counts = [one.read(labels, preds)
                   if type(one).update is EvalMetric.update
                   else partial(one.update, labels, preds)
                   for one in self.metrics]
-        for count in counts:
-            count()
+
+        def count() -> None:
+            for own in counts:
+                own()
+        return count
 
     def get(self) -> tuple[Any, Any]:
         found = self.get_name_value()

@@ -61,7 +61,7 @@ MUTANTS = [
                   "_count"),
     mutant("first-shard-only",
            "the shards of the other devices are not counted",
-           "EvalMetric._read",
+           "EvalMetric.read",
            "_pairs(labels, preds)",
            "_pairs(labels, preds)[:1]",
            killer="test_evaluation.py::test_integer_networks_have_the_exact"
