@@ -288,10 +288,11 @@ def _run(work: Collection[tuple[DeviceGraph, Any, bool]]) -> None:
                             retain_graph=any(keeps for *_, keeps in work))
 
 
-def _reached(roots: Sequence[torch.Tensor], heads: Sequence[Any]) -> Any:
+def _reached(roots: Sequence[torch.Tensor], heads: Sequence[Any]
+             ) -> tuple[list[torch.Tensor], list[Any]]:
     """The roots that have a gradient, and these."""
-    return zip(*[pair for pair in zip(roots, heads, strict=True)
-                 if pair[1] is not None])
+    at = [n for n, head in enumerate(heads) if head is not None]
+    return [roots[n] for n in at], [heads[n] for n in at]
 
 
 def _added(parts: Iterable[tuple[int, torch.Tensor | None]], sources: Sources
