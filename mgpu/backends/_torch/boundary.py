@@ -222,9 +222,8 @@ def keep(roots: Sequence[torch.Tensor], graph: DeviceGraph | None = None,
     # Autograd alone keeps the hold: once it drops it, nobody asks for this
     # graph again, and its buffers are freed.
     with saved_tensors_hooks(lambda _: hold, unpack):
-        return iter(_Keep.apply(
-            ready, i, ended and (lambda: ended(alive() is None)), *roots)
-        ), alive
+        return iter(_Keep.apply(ready, i, None if ended is None else lambda:
+                                ended(alive() is None), *roots)), alive
 
 
 class _Keep(torch.autograd.Function):
