@@ -222,9 +222,8 @@ def keep(roots: Sequence[torch.Tensor], graph: DeviceGraph | None = None,
     # Autograd alone keeps the hold: once it drops it, nobody asks for this
     # graph again, and its buffers are freed.
     with saved_tensors_hooks(lambda _: hold, unpack):
-        return iter(_Keep.apply(
-            ready, i, ended and (lambda: ended(alive() is None)), *roots)
-        ), alive
+        return iter(_Keep.apply(ready, i, None if ended is None else lambda:
+                                ended(alive() is None), *roots)), alive
 
 
 class _Keep(torch.autograd.Function):
@@ -288,10 +287,11 @@ def _run(work: Collection[tuple[DeviceGraph, Any, bool]]) -> None:
                             retain_graph=any(keeps for *_, keeps in work))
 
 
-def _reached(roots: Sequence[torch.Tensor], heads: Sequence[Any]) -> Any:
+def _reached(roots: Sequence[torch.Tensor], heads: Sequence[Any]
+             ) -> tuple[list[torch.Tensor], list[Any]]:
     """The roots that have a gradient, and these."""
-    return zip(*[pair for pair in zip(roots, heads, strict=True)
-                 if pair[1] is not None])
+    at = [n for n, head in enumerate(heads) if head is not None]
+    return [roots[n] for n in at], [heads[n] for n in at]
 
 
 def _added(parts: Iterable[tuple[int, torch.Tensor | None]], sources: Sources

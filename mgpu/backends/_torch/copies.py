@@ -319,8 +319,9 @@ class DeviceCopies:
             own = {key: one.value for key, one in self._own[i].items()
                    if key in tree.arrays
                    and _is_valid(one, tree.arrays[key], None)}
-        return {**self._overwrite(i, [x for key, x in tree.arrays.items()
-                                      if key not in own]), **own}
+        found = {**own, **self._overwrite(i, [
+            x for key, x in tree.arrays.items() if key not in own])}
+        return {key: found[key] for key in tree.arrays}
 
     def _copy(self, i: int, tree: Tree, sources: Sources, batch: Batch | None,
               plain: bool = False, private: bool = False) -> _Copy:

@@ -183,7 +183,8 @@ class GluonMeaning(Meaning):
     def _around(self, i: int
                 ) -> list[contextlib.AbstractContextManager[Any]]:
         network = self._network
-        options, blocks = network.options, []
+        options = network.options
+        blocks: list[contextlib.AbstractContextManager[Any]] = []
         if network.float32.names or network.float32.watched:
             blocks.append(AsMXNet(network.float32))
         if i in self._between and not self._probing:
