@@ -262,14 +262,10 @@ def _on_a_layer(net, x, F):
     return net.b(net.state[0])
 
 
-def _call_natively(net, *sizes):
-    for n in sizes or (ROWS, 1):
+def _call_natively(net):
+    for n in (ROWS, 1):
         with mgpu.no_grad():
             net(mgpu.put(batches(1, n)[0][0], mgpu.cpu(0)))
-
-
-def _call_with_all(net):
-    _call_natively(net, 1, ROWS)
 
 
 def _nothing(net):
@@ -296,8 +292,8 @@ STATE = {"state": None}
     (_state, STATE, _half_in_place, "per_device", "step"),
     (_state, STATE, _call_natively, "per_device", "step"),
     (_state, STATE, _call_natively, "sync", "step"),
-    (_fills_again, STATE, _call_with_all, "per_device", "step"),
-    (_on_a_layer, STATE, _call_with_all, "per_device", "step"),
+    (_fills_again, STATE, _call_natively, "per_device", "step"),
+    (_on_a_layer, STATE, _call_natively, "per_device", "step"),
     (_in_a_dict, {"cache": dict}, _nothing, "per_device", "hand"),
     (_in_a_dict, {"cache": dict}, _clear, "per_device", "step"),
     (_carries, STATE, _detach, "per_device", "step"),

@@ -23,7 +23,7 @@ class Batch(NamedTuple):
         ``join(values, name, place)``: an attribute's values on the devices,
         joined like an output. ValueError where they cannot be.
     split_like : callable
-        See `BatchSplit.split_like`.
+        See `BatchSplit.split_like`; the size is that of this batch.
     """
 
     bounds: Sequence[tuple[int, int]]

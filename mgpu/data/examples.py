@@ -195,20 +195,21 @@ class BatchSplit:
         return [(tuple(row[:count]), dict(zip(kwargs, row[count:])))
                 for row in zip(*columns, strict=True)]
 
-    def split_like(self, x: Any, part: Any, start: int, stop: int, device: Any
-                   ) -> Any:
-        """The examples from `start` to `stop` of `x`, which has the form of
-        what `join` has made of `part` and other parts: its arrays are split
-        on the axis where those of `part` have another size."""
+    def split_like(self, size: int, x: Any, part: Any, start: int, stop: int,
+                   device: Any) -> Any:
+        """The examples from `start` to `stop` of `x`, which may have the form
+        of what `join` has made of `part` and other parts: its arrays are
+        split on the axis where they have `size` and those of `part` have
+        not. Others go whole."""
         like = iter(containers.arrays_in(part, self.is_array))
 
         def take(array: Any) -> Any:
-            shape = next(like).shape
-            for axis, (n, m) in enumerate(zip(array.shape, shape,
-                                              strict=True)):
-                if n != m:
-                    return self.take(array, axis, start, stop, device)
-            return self.to(array, device)
+            shape, other = array.shape, getattr(next(like, None), "shape", ())
+            axis = next((axis for axis, (n, m) in enumerate(zip(shape, other))
+                         if n != m), None)
+            if axis is None or shape[axis] != size or len(shape) != len(other):
+                return self.to(array, device)
+            return self.take(array, axis, start, stop, device)
         return containers.replace(x, self.is_array, take)
 
     def with_one_more(self, call: Call, device: Any) -> Call:
@@ -355,7 +356,8 @@ class Joining:
                           lambda probed: probed.attribute(place))
 
     def batch(self) -> Batch:
-        return Batch(self.bounds, self.attribute, self._split.split_like)
+        return Batch(self.bounds, self.attribute, partial(
+            self._split.split_like, self.bounds[-1][1]))
 
     def _join(self, xs: list[Any], name: str, place: tuple[Any, ...],
               get: Callable[[Probed], Any]) -> Any:
