@@ -146,6 +146,16 @@ def test_native_collectives_refuse_what_they_cannot_do(backend):
 # -- the others ---------------------------------------------------------------
 
 
+def test_reduce_leaves_the_others(backend, devices):
+    for op, shape, root in itertools.product(OPS, SHAPES, range(3)):
+        hosts = integers(len(devices), shape)
+        data = put(backend, hosts)
+        assert reduce(data, op=op, root=root) is None
+        for i, x in enumerate(data):
+            assert_bit_equal(backend.to_numpy(x), reduced(hosts, op)
+                             if i == root else hosts[i])
+
+
 def test_allgather(backend):
     """Lengths along the axis differ, one of them 0."""
     for axis in (0, 1, -1, -2):
@@ -381,6 +391,11 @@ def test_arrays_that_do_not_lie_in_memory_row_by_row(backend, devices):
 
 
 # -- assign_roots -------------------------------------------------------------
+
+def test_equal_sizes_go_round():
+    for k in range(1, 9):
+        assert assign_roots([40] * 20, k) == [i % k for i in range(20)]
+
 
 def test_impossible_numbers_of_devices():
     for k in (0, -1, 1.0, None, True):

@@ -39,9 +39,8 @@ for _ in range(4):
 print([float(mgpu.to_numpy(y[-1])[0, 0]) for y in ys])
 """
 
-ORDERS = ["mgpu", "native,mgpu"] + (
-    ["torch,mgpu", "mgpu,torch", "torch,native,mgpu"]
-    if "torch" in BACKENDS else [])
+ORDERS = ["native,mgpu"] + (["mgpu,torch", "torch,native,mgpu"]
+                            if "torch" in BACKENDS else [])
 
 
 @pytest.mark.parametrize("order, threads", [
