@@ -323,7 +323,7 @@ def test_both_engines_draw_the_same_from_a_function_of_torch():
 
 def test_what_init_does_not_take_is_refused():
     for function, words in (
-            (lambda w: None, "function of your own on the network"),
+            (lambda w: None, "expected an initialiser"),
             (init.constant_, "'val'"), (init.xavier_normal, "end in '_'"),
             (init.calculate_gain, "end in '_'"),
             (Partial(init.normal_, 0.3), "options by name"),

@@ -309,11 +309,9 @@ def test_a_wrong_trainer_is_refused(backend):
 
     class Trainer:
         pass
-    with pytest.raises(TypeError, match=r"expected an mgpu.Trainer; received "
-                       rf"{__name__}\..*\.Trainer. Make one"):
+    with pytest.raises(TypeError, match=r"their mgpu.Trainer; received .*"
+                       rf"Replicas and {__name__}\..*\.Trainer. "):
         mgpu.train_batch(*batch(4), a, loss, Trainer())
-    with pytest.raises(TypeError, match=rf"received {__name__}\..*\.Trainer"):
-        mgpu.train_batch(*batch(4), Trainer(), loss, Trainer())
 
 
 def test_a_leaf_that_all_losses_share(backend, devices):
@@ -600,7 +598,6 @@ def test_arguments_of_another_kind_are_named(backend):
             ("test_iter", 3, "test_iter must be an iterable of batches"),
             ("test_iter", [1, 2], "a int"), ("test_iter", "ab", "str"),
             ("evaluate", 3, "evaluate is a function"),
-            ("split_f", lambda *_: [1], "returns two lists"),
             ("animator", True, "animator must be an mgpu.plotting.Animator")):
         with pytest.raises(TypeError, match=words):
             mgpu.train(replicas, **{
