@@ -141,30 +141,30 @@ def numbers(text):
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """Files with the weights that each Gluon script begins with."""
-    folder, found = tmp_path_factory.mktemp("start"), {}
-    for script in ("mnist", "pictures"):
-        _, out = run(f"{script}_gluon.py", folder, *EXACT[script])
-        found[script] = str(out)
+def trained(tmp_path_factory):
+    """For each Gluon script, the options with the file of weights that it
+    begins with, what it prints, and the weights that it ends with."""
+    folder, found = tmp_path_factory.mktemp("trained"), {}
+    for script, options in (("mnist", []), ("pictures", ["--devices", "1"])):
+        _, start = run(f"{script}_gluon.py", folder, *EXACT[script])
+        start = start.rename(folder / f"{script}.start")
+        own = ["--start", str(start), *EXACT[script]]
+        found[script] = own, *run(f"{script}_gluon.py", folder, *own,
+                                  *options)
     return found
 
 
 @pytest.mark.parametrize("network", ["gluon_networks", "torch_networks"])
 @pytest.mark.parametrize("script", ["mnist", "pictures"])
-def test_a_gluon_script_in_mgpu_has_its_numbers(script, network, start,
+def test_a_gluon_script_in_mgpu_has_its_numbers(script, network, trained,
                                                 tmp_path):
     assert 0 < len(changed(f"{script}_gluon.py", f"{script}.py")) \
         <= CHANGED[script]
-    options = ["--start", start[script], *EXACT[script]]
-    alone = ["--devices", "1"]
-    expected, weights = run(
-        f"{script}_gluon.py", tmp_path, *options,
-        *(alone if script == "pictures" else []))
+    options, expected, weights = trained[script]
     engine = "torch" if network == "torch_networks" else "mxnet"
     with mgpu.using_backend(engine):
-        printed, ours = run(f"{script}.py", tmp_path, *options, *alone,
-                            network=network)
+        printed, ours = run(f"{script}.py", tmp_path, *options,
+                            "--devices", "1", network=network)
     assert len(numbers(expected)) > 5
     assert numbers(printed) == pytest.approx(numbers(expected), abs=1e-10)
     theirs, ours = (gluon_io.load_params(file) for file in (weights, ours))

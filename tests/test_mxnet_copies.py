@@ -18,7 +18,7 @@ if "mxnet" in BACKENDS:
 
 pytestmark = [pytest.mark.skipif("mxnet" not in BACKENDS, reason="no MXNet"),
               pytest.mark.parametrize("backend", ["mxnet"], indirect=True)]
-COUNTS = pytest.mark.device_counts(1, 2, 3)
+COUNTS = pytest.mark.device_counts(1, 3)
 #: examples of each device, of three; the second device's come last
 SIZES = [(3, 2, 3), (1, 4, 2), (2, 2, 0), (3, 2, 3), (0, 3, 2), (0, 0, 4)]
 
@@ -171,7 +171,6 @@ def test_a_frozen_weight_with_a_trained_bias(backend, devices):
     assert (net[0].bias.grad().asnumpy() == 6).all()
 
 
-@pytest.mark.device_counts(2, 3)
 def test_losses_one_by_one_raise(backend, devices):
     """Each would overwrite the gradient of the one before."""
     for net in (mixed(), hybridized()):
@@ -360,7 +359,6 @@ def test_writes_to_parameters_raise(backend, devices):
 
 # -- parity's view ------------------------------------------------------------
 
-@pytest.mark.device_counts(2, 3)
 def test_masks_and_layers_know_their_device(backend, devices):
     net = made(nn.Dense(4, in_units=6, activation="relu"), nn.Dropout(0.5),
                nn.Dense(3, in_units=4))

@@ -9,7 +9,7 @@ from .nets import Net, Node
 from .torch_side import value
 
 FUSED = {"relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid",
-         "softplus": "softrelu", "softsign": "softsign"}
+         "softplus": "softrelu"}
 
 
 def _act(name):
@@ -23,44 +23,24 @@ ACTS = {
               F.LeakyReLU(x, act_type="leaky", slope=n.slope)),
     "elu": (lambda n: nn.ELU(n.alpha), lambda n: lambda F, x: F.LeakyReLU(
         x, act_type="elu", slope=n.alpha)),
-    "selu": (lambda n: nn.SELU(),),
     "gelu": (lambda n: nn.GELU(), lambda n: lambda F, x: F.LeakyReLU(
         x, act_type="gelu")),
-    "silu": (lambda n: nn.Swish(), lambda n: lambda F, x: x * F.sigmoid(x)),
-    "relu6": (lambda n: lambda F, x: F.clip(x, 0, 6),),
     "maximum": (lambda n: lambda F, x: F.maximum(x, 0),),
 }
 
 
 def conv(n, act=None):
     kind = {1: nn.Conv1D, 2: nn.Conv2D}[n.dims]
-    if n.mode != "zeros" or n.options.get("how"):
-        raise NotImplementedError
     return kind(n.channels, n.kernel, n.stride, n.pad, n.dilation, n.groups,
                 use_bias=n.bias, in_channels=n.inputs_, activation=act)
 
 
 def dense(n, act=None):
-    if n.options.get("transposed"):
-        raise NotImplementedError
     return nn.Dense(n.units, act, n.bias, n.flatten, in_units=n.inputs_)
 
 
 def recurrent(kind):
-    def make(n):
-        if n.options.get("how"):
-            raise NotImplementedError
-        return kind(n.hidden, layout="NTC", input_size=n.inputs_)
-    return (make,)
-
-
-def plain(kind):
-    """No option that Gluon does not have."""
-    def make(n):
-        if n.options.get("wide") or n.options.get("max_norm"):
-            raise NotImplementedError
-        return kind(n)
-    return (make,)
+    return (lambda n: kind(n.hidden, layout="NTC", input_size=n.inputs_),)
 
 
 LAYERS = {
@@ -69,15 +49,14 @@ LAYERS = {
         n.channels, n.kernel, n.stride, n.pad, use_bias=n.bias,
         in_channels=n.inputs_),),
     "batch_norm": (lambda n: nn.BatchNorm(
-        momentum=n.momentum, epsilon=n.eps, scale=n.scale,
-        use_global_stats=n.frozen, in_channels=n.channels),),
-    "layer_norm": plain(lambda n: nn.LayerNorm(
-        epsilon=n.eps, in_channels=n.channels)),
+        momentum=n.momentum, epsilon=n.eps, in_channels=n.channels),),
+    "layer_norm": (lambda n: nn.LayerNorm(
+        epsilon=n.eps, in_channels=n.channels),),
     "group_norm": (lambda n: nn.GroupNorm(
         n.groups, epsilon=n.eps),),
     "instance_norm": (lambda n: nn.InstanceNorm(
         epsilon=n.eps, scale=True, in_channels=n.channels),),
-    "embedding": plain(lambda n: nn.Embedding(n.rows, n.units)),
+    "embedding": (lambda n: nn.Embedding(n.rows, n.units),),
     "lstm": recurrent(rnn.LSTM),
     "gru": recurrent(rnn.GRU),
     "max_pool": (lambda n: nn.MaxPool2D(n.kernel, n.stride, n.pad,
@@ -95,19 +74,12 @@ LAYERS = {
 }
 
 
-def _gate(F, x, s):
-    return F.expand_dims(F.expand_dims(s, axis=2), axis=3)
-
-
 FUNCTIONS = {
     "add": (lambda F, n, x, y: x + y,
             lambda F, n, x, y: F.elemwise_add(x, y)),
-    "mul": (lambda F, n, x, s: F.broadcast_mul(x, _gate(F, x, s)),),
-    "gate_add": (lambda F, n, x, s: F.broadcast_add(x, _gate(F, x, s)),),
     "concat": (lambda F, n, *xs: F.concat(*xs, dim=n.axis),),
     "softmax": (lambda F, n, x: F.softmax(x, axis=n.axis),),
     "scale": (lambda F, n, x: x * n.factor,),
-    "shift": (lambda F, n, x: x + n.by,),
     "scores": (lambda F, n, q, k: F.batch_dot(q, k, transpose_b=True),
                lambda F, n, q, k: F.batch_dot(
                    q, F.transpose(k, axes=(0, 2, 1)))),
@@ -115,18 +87,11 @@ FUNCTIONS = {
         F.cast(x == 0, dtype="float64"), axis=1)),),
     "matmul": (lambda F, n, w, v: F.batch_dot(w, v),),
     "mean": (lambda F, n, x: F.mean(x, axis=n.axis),),
-    "sum": (lambda F, n, x: F.sum(x, axis=n.axis),),
     "max": (lambda F, n, x: F.max(x, axis=n.axis),),
     "last": (lambda F, n, x: F.squeeze(F.slice_axis(
         x, axis=1, begin=n.index,
         end=None if n.index == -1 else n.index + 1), axis=1),),
     "transpose": (lambda F, n, x: F.transpose(x, axes=n.axes),),
-    "channels_last": (lambda F, n, x: F.flatten(
-        F.transpose(x, axes=(0, 2, 3, 1))),),
-    "flip": (lambda F, n, x: F.flip(x, axis=n.axis),),
-    "clip": (lambda F, n, x: F.clip(x, -n.limit, n.limit),),
-    "detach": (lambda F, n, x: F.BlockGrad(x),),
-    "nothing": (lambda F, n, x: x,),
     "mean_by_sum": (lambda F, n, x: F.broadcast_div(
         F.sum(x, axis=n.axis), F.sum(F.slice_axis(F.slice_axis(
             F.ones_like(x), axis=0, begin=0, end=1), axis=2, begin=0, end=1),
@@ -157,9 +122,7 @@ class Graph(HybridBlock):
         values = {"x": x}
         for n in self.net:
             inputs = [values[i] for i in n.inputs]
-            if n.kind == "again":
-                values[n.name] = self._children[n.of](*inputs)
-            elif n.name in self.functions:
+            if n.name in self.functions:
                 values[n.name] = self.functions[n.name](F, *inputs)
             else:
                 values[n.name] = self._children[n.name](*inputs)
@@ -173,8 +136,7 @@ def fused(net: Net, style) -> dict[str, str]:
     for n in net:
         if n.kind == "act" and n.act in FUSED and n.inputs[0] != "x":
             one = net[n.inputs[0]]
-            again = any(m.kind == "again" and m.of == one.name for m in net)
-            if one.kind in ("dense", "conv") and not again and len(
+            if one.kind in ("dense", "conv") and len(
                     net.readers(one.name)) == 1 and style.fuses(n):
                 found[n.name] = one.name
     return found
@@ -193,20 +155,15 @@ def part(n: Node, style, act):
     return style.choose(n, ways)(n)
 
 
-def build(net: Net, style, dims: int, seed: int | None = None):
-    """The network. NotImplementedError where Gluon has no such thing."""
+def build(net: Net, style, dims: int, seed: int):
+    """The network."""
     inside = fused(net, style)
     acts = {layer: FUSED[net[act].act] for act, layer in inside.items()}
     names = {n.name: n for n in net}
     layers = {}
     for n in net:
-        if n.kind not in {
-                **LAYERS, **FUNCTIONS, "act": 0, "again": 0}:
-            raise NotImplementedError
-        if n.name in inside:
-            layers[n.name] = lambda F, x: x
-        elif n.kind != "again":
-            layers[n.name] = part(n, style, acts.get(n.name))
+        layers[n.name] = part(n, style, acts.get(n.name)) \
+            if n.name not in inside else lambda F, x: x
     whole = all(isinstance(x, HybridBlock) for n, x in layers.items()
                 if n not in inside)
     if style.container != "attributes" and net.chain and whole:
@@ -220,12 +177,9 @@ def build(net: Net, style, dims: int, seed: int | None = None):
             made.add(*stack)
     else:
         made = Graph(net, style, layers)
-    for n in names.values():
-        if n.options.get("frozen_weight"):
-            layers[n.name].weight.grad_req = "null"
     made.initialize()
     array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-    for n, layer in layers.items() if seed is not None else ():
+    for n, layer in layers.items():
         found = layer._collect_params_with_prefix() if isinstance(
             layer, HybridBlock) else {}
         for i, (name, p) in enumerate(found.items()):

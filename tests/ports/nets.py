@@ -45,8 +45,7 @@ class Net:
     def chain(self) -> bool:
         """Whether each node has the one before it as its only input."""
         before = ["x", *(n.name for n in self.nodes)]
-        return all(n.inputs == (b,) and n.kind != "again"
-                   for n, b in zip(self.nodes, before))
+        return all(n.inputs == (b,) for n, b in zip(self.nodes, before))
 
     def readers(self, name: str) -> list[Node]:
         return [n for n in self.nodes if name in n.inputs]
@@ -65,15 +64,11 @@ class Net:
 
     def after(self, name: str, kind: str, new: str, **options: Any) -> "Net":
         """With another node between a node and all that read it."""
-        nodes = []
-        if name == "x":
-            nodes.append(Node(new, kind, ("x",), options))
-        for n in self.nodes:
-            nodes.append(replace(n, inputs=tuple(
-                new if i == name else i for i in n.inputs)))
-            if n.name == name:
-                nodes.append(Node(new, kind, (name,), options))
-        return Net(tuple(nodes))
+        return Net(tuple(m for n in self.nodes for m in (
+            replace(n, inputs=tuple(
+                new if i == name else i for i in n.inputs)),
+            *([Node(new, kind, (name,), options)] if n.name == name
+              else []))))
 
     def without(self, name: str) -> "Net":
         """Without a node; what read it reads its first input."""
@@ -82,22 +77,11 @@ class Net:
             gone if i == name else i for i in n.inputs))
             for n in self.nodes if n.name != name))
 
-    def swap(self, one: str, two: str) -> "Net":
-        """With two nodes that follow each other exchanged. Their names stay
-        with them."""
-        first, second = self[one], self[two]
-        nodes = []
-        for n in self.nodes:
-            if n.name == one:
-                nodes.append(replace(second, inputs=tuple(
-                    first.inputs[0] if i == one else i
-                    for i in second.inputs)))
-            elif n.name == two:
-                nodes.append(replace(first, inputs=(two,)))
-            else:
-                nodes.append(replace(n, inputs=tuple(
-                    one if i == two else i for i in n.inputs)))
-        return Net(tuple(nodes))
+    def before(self, name: str, kind: str, new: str, **options: Any) -> "Net":
+        """With another node between a node and what it reads."""
+        return Net(tuple(m for n in self.nodes for m in (
+            (Node(new, kind, n.inputs, options), replace(n, inputs=(new,)))
+            if n.name == name else (n,))))
 
 
 @dataclass(frozen=True)
@@ -124,10 +108,10 @@ class Task:
         return "mxnet" in engines and any(
             n.kind in ("lstm", "gru", "instance_norm") for n in self.net)
 
-    def batches(self, rng: np.random.Generator, rows: int, count: int = 3,
-                scale: float = 1.0) -> list[tuple[np.ndarray, np.ndarray]]:
+    def batches(self, rng: np.random.Generator, rows: int
+                ) -> list[tuple[np.ndarray, np.ndarray]]:
         made = []
-        for _ in range(count):
+        for _ in range(3):
             kind, *size = self.inputs
             if kind == "words":
                 X = rng.integers(1, size[1], (rows, size[0])).astype("int32")
@@ -140,7 +124,7 @@ class Task:
             else:
                 shape = (size[0], size[1], size[1]) if kind == "images" \
                     else tuple(size)
-                X = rng.normal(0.1, scale, (rows, *shape))
+                X = rng.normal(0.1, 1.0, (rows, *shape))
             # each class at least once, where there is room
             y = rng.permutation(np.arange(rows) % self.outputs).astype(
                 "int32") if self.targets == "classes" \
@@ -169,7 +153,7 @@ class Builder:
         name = self.add("conv", channels=channels, kernel=kernel,
                         stride=stride, pad=pad, dilation=dilation,
                         groups=groups, bias=bias, inputs_=self.channels,
-                        dims=dims, mode="zeros")
+                        dims=dims)
         self.channels = channels
         self.size = (self.size + 2 * pad - dilation * (kernel - 1) - 1
                      ) // stride + 1
@@ -191,17 +175,16 @@ class Builder:
         self.then(**then)
         return name
 
-    def norm(self, kind: str = "batch_norm", **options: Any) -> str:
+    def norm(self, kind: str = "batch_norm") -> str:
         base = {"eps": self.rng.choice([1e-5, 1e-3]),
                 "channels": self.channels}
         if kind == "batch_norm":
-            base.update(momentum=self.rng.choice([0.9, 0.75, 0.99]),
-                        scale=True, frozen=False)
+            base["momentum"] = self.rng.choice([0.9, 0.75, 0.99])
         elif kind == "layer_norm":
             base["eps"] = 2.0 ** -17    # what MXNet's float32 holds
         elif kind == "group_norm":
             base["groups"] = self.channels     # as many gammas on both
-        return self.add(kind, **{**base, **options})
+        return self.add(kind, **base)
 
     def act(self, name: str | None = None, **options: Any) -> str:
         name = name or self.rng.choice(["relu", "relu", "relu", "tanh",
@@ -233,22 +216,19 @@ class Builder:
 
 # -- families -----------------------------------------------------------------
 
-#: name -> (tuned on?, function of a random.Random)
-FAMILIES: dict[str, tuple[bool, Callable[[random.Random], Task]]] = {}
+FAMILIES: dict[str, Callable[[random.Random], Task]] = {}
 
 
-def family(tuned: bool) -> Callable:
-    def register(draw: Callable[[random.Random], Task]) -> Callable:
-        FAMILIES[draw.__name__] = tuned, draw
-        return draw
-    return register
+def family(draw: Callable[[random.Random], Task]) -> Callable:
+    FAMILIES[draw.__name__] = draw
+    return draw
 
 
 def draw(name: str, seed: int) -> Task:
-    return FAMILIES[name][1](random.Random(f"{name} {seed}"))
+    return FAMILIES[name](random.Random(f"{name} {seed}"))
 
 
-@family(tuned=True)
+@family
 def mlp(rng: random.Random) -> Task:
     inputs, classes = rng.randint(4, 7), rng.randint(3, 4)
     b = Builder(rng, inputs)
@@ -261,7 +241,7 @@ def mlp(rng: random.Random) -> Task:
     return Task(b.net(), ("rows", inputs), classes)
 
 
-@family(tuned=True)
+@family
 def convnet(rng: random.Random) -> Task:
     channels, size = rng.randint(2, 3), rng.choice([8, 9])
     b = Builder(rng, channels, size)
@@ -278,7 +258,7 @@ def convnet(rng: random.Random) -> Task:
     return Task(b.net(), ("images", channels, size), 3)
 
 
-@family(tuned=True)
+@family
 def residual(rng: random.Random) -> Task:
     width = rng.randint(3, 5)
     b = Builder(rng, 3, 6)
@@ -294,26 +274,11 @@ def residual(rng: random.Random) -> Task:
     return Task(b.net(), ("images", 3, 6), 3)
 
 
-@family(tuned=True)
-def separable(rng: random.Random) -> Task:
-    width = 2 * rng.randint(2, 3)
-    b = Builder(rng, 2, 8)
-    b.conv(width, pad=1, stride=rng.randint(1, 2), bias=False, norm=True)
-    b.act("relu")
-    for out in (width, 2 * width)[:rng.randint(1, 2)]:
-        b.conv(b.channels, pad=1, groups=b.channels, bias=False, norm=True)
-        b.act("relu")
-        b.conv(out, kernel=1, bias=False, norm=True, act="relu")
-    b.gap()
-    b.dense(4)
-    return Task(b.net(), ("images", 2, 8), 4)
-
-
-@family(tuned=True)
+@family
 def lstm(rng: random.Random) -> Task:
     length, width = rng.randint(4, 5), rng.randint(3, 4)
     b = Builder(rng, width)
-    b.add("embedding", rows=9, units=width, padding=None)
+    b.add("embedding", rows=9, units=width)
     b.add("lstm", hidden=width + 1, inputs_=width)
     b.add("last", index=-1)
     b.channels = width + 1
@@ -322,20 +287,21 @@ def lstm(rng: random.Random) -> Task:
     return Task(b.net(), ("words", length, 9), 3)
 
 
-@family(tuned=True)
+@family
 def attention(rng: random.Random) -> Task:
     length, width = rng.randint(4, 5), 4
     b = Builder(rng, width)
-    b.add("embedding", rows=9, units=width, padding=None)
-    _attend(b, mask=rng.random() < 0.5)
+    b.add("embedding", rows=9, units=width)
+    _attend(b, b.at, mask=rng.random() < 0.5)
     b.norm("layer_norm")
     b.add("mean", axis=1)
     b.dense(3)
     return Task(b.net(), ("words", length, 9), 3)
 
 
-def _attend(b: Builder, mask: bool) -> None:
-    """Self-attention and the sum with its input."""
+def _attend(b: Builder, skip: str, mask: bool = False, drops: bool = False
+            ) -> None:
+    """Self-attention, and the sum with `skip`."""
     start, width = b.at, b.channels
     q, k, v = ((setattr(b, "at", start), setattr(b, "channels", width),
                 b.dense(width, flatten=False))[-1] for _ in range(3))
@@ -346,25 +312,12 @@ def _attend(b: Builder, mask: bool) -> None:
     weights = b.add("softmax", axis=-1)
     b.add("matmul", weights, v)
     b.dense(width, flatten=False)
-    b.add("add", b.at, start)
+    if drops:
+        b.add("dropout", rate=0.25)
+    b.add("add", b.at, skip)
 
 
-@family(tuned=True)
-def embedded(rng: random.Random) -> Task:
-    length, width = rng.randint(3, 5), rng.randint(3, 5)
-    b = Builder(rng, width)
-    b.add("embedding", rows=8, units=width, padding=None)
-    if rng.random() < 0.5:
-        b.add("mean", axis=1)
-    else:
-        b.add("flatten")
-        b.channels = width * length
-    b.dense(5, act="any")
-    b.dense(3)
-    return Task(b.net(), ("words", length, 8), 3)
-
-
-@family(tuned=True)
+@family
 def norms(rng: random.Random) -> Task:
     b = Builder(rng, 2, 7)
     b.conv(4, pad=1)
@@ -380,19 +333,7 @@ def norms(rng: random.Random) -> Task:
     return Task(b.net(), ("images", 2, 7), 3)
 
 
-@family(tuned=True)
-def regression(rng: random.Random) -> Task:
-    inputs = rng.randint(4, 6)
-    b = Builder(rng, inputs)
-    b.dense(rng.randint(4, 6), norm=True, act="any")
-    b.dense(5, act="tanh")
-    b.dense(2)
-    return Task(b.net(), ("rows", inputs), 2, "numbers")
-
-
-# -- those that the causes are not tuned on -----------------------------------
-
-@family(tuned=False)
+@family
 def gru(rng: random.Random) -> Task:
     length, width = rng.randint(4, 6), rng.randint(3, 5)
     b = Builder(rng, width)
@@ -404,7 +345,7 @@ def gru(rng: random.Random) -> Task:
     return Task(b.net(), ("series", length, width), 4)
 
 
-@family(tuned=False)
+@family
 def inception(rng: random.Random) -> Task:
     """Branches side by side."""
     b = Builder(rng, 3, 8)
@@ -429,46 +370,15 @@ def inception(rng: random.Random) -> Task:
     return Task(b.net(), ("images", 3, 8), 3)
 
 
-@family(tuned=False)
-def densenet(rng: random.Random) -> Task:
-    b = Builder(rng, 2, 8)
-    b.conv(4, pad=1, bias=False)
-    for _ in range(2):
-        start, n = b.at, b.channels
-        b.norm()
-        b.act("relu")
-        b.conv(3, pad=1, bias=False)
-        b.add("concat", start, b.at, axis=1)
-        b.channels = n + 3
-    b.norm()
-    b.act("relu")
-    b.conv(4, 1, bias=False)
-    b.pool("avg_pool")
-    b.conv(4)
-    b.gap(rng.choice(["gap", "gmp"]))
-    b.dense(3)
-    return Task(b.net(), ("images", 2, 8), 3)
-
-
-@family(tuned=False)
+@family
 def transformer(rng: random.Random) -> Task:
     """A block that normalises first."""
     length, width = rng.randint(3, 5), 6
     b = Builder(rng, width)
-    b.dense(width, flatten=False)
-    start = b.at
+    start = b.dense(width, flatten=False)
     b.norm("layer_norm")
-    norm = b.at
-    q, k, v = ((setattr(b, "at", norm), setattr(b, "channels", width),
-                b.dense(width, flatten=False))[-1] for _ in range(3))
-    b.add("scores", q, k)
-    b.add("scale", factor=width ** -0.5)
-    weights = b.add("softmax", axis=-1)
-    b.add("matmul", weights, v)
-    b.dense(width, flatten=False)
-    if rng.random() < 0.5:
-        b.add("dropout", rate=0.25)
-    start = b.add("add", b.at, start)
+    _attend(b, start, drops=rng.random() < 0.5)
+    start = b.at
     b.norm("layer_norm")
     b.dense(8, flatten=False, act=rng.choice(["relu", "gelu"]))
     b.dense(width, flatten=False)
@@ -479,11 +389,11 @@ def transformer(rng: random.Random) -> Task:
     return Task(b.net(), ("series", length, width), 3)
 
 
-@family(tuned=False)
+@family
 def textcnn(rng: random.Random) -> Task:
     length, width, ends = 7, 4, []
     b = Builder(rng, width)
-    b.add("embedding", rows=11, units=width, padding=None)
+    b.add("embedding", rows=11, units=width)
     b.add("transpose", axes=(0, 2, 1))
     start = b.at
     for kernel in (2, 3):
@@ -497,7 +407,7 @@ def textcnn(rng: random.Random) -> Task:
     return Task(b.net(), ("words", length, 11), 3)
 
 
-@family(tuned=False)
+@family
 def autoencoder(rng: random.Random) -> Task:
     """Down, up again, and a number for each picture and class."""
     b = Builder(rng, 2, 6)
@@ -513,41 +423,7 @@ def autoencoder(rng: random.Random) -> Task:
     return Task(b.net(), ("images", 2, 6), 3, "numbers")
 
 
-@family(tuned=False)
-def squeeze(rng: random.Random) -> Task:
-    """Squeeze and excitation."""
-    width = rng.randint(4, 6)
-    b = Builder(rng, 3, 6)
-    b.conv(width, pad=1, norm=True)
-    x = b.act("relu")
-    b.add("mean", axis=(2, 3))
-    b.dense(3, act="relu")
-    b.dense(width)
-    gate = b.act("sigmoid")
-    b.add("mul", x, gate)
-    b.channels = width
-    b.conv(4, norm=True, act="relu")
-    b.gap()
-    b.dense(3)
-    return Task(b.net(), ("images", 3, 6), 3)
-
-
-@family(tuned=False)
-def tied(rng: random.Random) -> Task:
-    """One layer that is called twice."""
-    n = rng.randint(4, 6)
-    b = Builder(rng, n)
-    b.dense(n)
-    first = b.at
-    b.act("tanh")
-    b.norm("layer_norm")
-    b.add("again", of=first)
-    b.act()
-    b.dense(3)
-    return Task(b.net(), ("rows", n), 3)
-
-
-@family(tuned=False)
+@family
 def vgg(rng: random.Random) -> Task:
     b = Builder(rng, 3, 9)
     act = rng.choice(["leaky", "relu", "elu"])

@@ -16,17 +16,11 @@ ACTS = {
     "sigmoid": (lambda n: nn.Sigmoid(), lambda n: torch.sigmoid),
     "softplus": (lambda n: nn.Softplus(threshold=1e9),
                  lambda n: partial(F.softplus, threshold=1e9)),
-    "softsign": (lambda n: nn.Softsign(), lambda n: F.softsign),
     "leaky": (lambda n: nn.LeakyReLU(n.slope),
               lambda n: partial(F.leaky_relu, negative_slope=n.slope)),
     "elu": (lambda n: nn.ELU(n.alpha), lambda n: partial(F.elu,
                                                          alpha=n.alpha)),
-    "selu": (lambda n: nn.SELU(), lambda n: F.selu),
-    "gelu": (lambda n: nn.GELU(n.options.get("approximate", "none")),
-             lambda n: partial(F.gelu, approximate=n.options.get(
-                 "approximate", "none"))),
-    "silu": (lambda n: nn.SiLU(), lambda n: F.silu),
-    "relu6": (lambda n: nn.ReLU6(), lambda n: F.relu6),
+    "gelu": (lambda n: nn.GELU(), lambda n: F.gelu),
     "maximum": (lambda n: lambda x: x.clamp(min=0), lambda n: lambda x:
                 torch.maximum(x, torch.zeros_like(x))),
 }
@@ -48,13 +42,7 @@ class Stored(nn.Module):
 def dense(n):
     if n.options.get("stored"):
         return Stored(n)
-    kind = Transposed if n.options.get("transposed") else nn.Linear
-    return kind(n.inputs_, n.units, bias=n.bias)
-
-
-class Transposed(nn.Linear):
-    def forward(self, x):
-        return F.linear(x, self.weight.T, self.bias)
+    return nn.Linear(n.inputs_, n.units, bias=n.bias)
 
 
 class Flipped(nn.Conv2d):
@@ -65,59 +53,20 @@ class Flipped(nn.Conv2d):
                         self.padding, self.dilation, self.groups)
 
 
-class Turned(nn.Conv2d):
-    """One with height and width of its kernel exchanged."""
-
-    def forward(self, x):
-        return self._conv_forward(x, self.weight.mT, self.bias)
-
-
-class Standardised(nn.Conv2d):
-    def forward(self, x):
-        w = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return self._conv_forward(x, w, self.bias)
-
-
 def conv(n):
-    special = {"flipped": Flipped, "standardised": Standardised,
-               "turned": Turned}.get(n.options.get("how"))
-    kind = special or {1: nn.Conv1d, 2: nn.Conv2d}[n.dims]
+    kind = Flipped if n.options.get("flipped") \
+        else {1: nn.Conv1d, 2: nn.Conv2d}[n.dims]
     return kind(n.inputs_, n.channels, n.kernel, n.stride, n.pad, n.dilation,
-                n.groups, n.bias, n.mode)
+                n.groups, n.bias)
 
 
 def batch_norm(n, dims):
-    kind = EvalNorm if n.frozen else nn.BatchNorm1d if dims < 3 \
-        else nn.BatchNorm2d
-    return kind(n.channels, n.eps, None if n.momentum is None
-                else 1 - n.momentum)
-
-
-class EvalNorm(nn.BatchNorm2d):
-    """One that never trains."""
-
-    def __init__(self, *options):
-        super().__init__(*options)
-        self.training = False
-
-    def train(self, mode=True):
-        return super().train(False)
-
-    def _check_input_dim(self, x):
-        pass
-
-
-class WideNorm(nn.LayerNorm):
-    """Layer norm over all axes but the rows, scaled along the last."""
-
-    def forward(self, x):
-        return F.layer_norm(x, x.shape[1:], eps=self.eps) * self.weight \
-            + self.bias
+    kind = nn.BatchNorm1d if dims < 3 else nn.BatchNorm2d
+    return kind(n.channels, n.eps, 1 - n.momentum)
 
 
 class ByHand(nn.Module):
-    """Recurrence written out, with gates in another order, or the reset
-    gate before the product."""
+    """Recurrence written out, or with the reset gate before the product."""
 
     def __init__(self, gates, n):
         super().__init__()
@@ -140,9 +89,7 @@ class ByHand(nn.Module):
 
 class HandLSTM(ByHand):
     def step(self, a, b, h, c):
-        gates = (a + b).chunk(4, 1)
-        i, f, g, o = gates if self.how == "plain" else [
-            gates[k] for k in (0, 2, 1, 3)]
+        i, f, g, o = (a + b).chunk(4, 1)
         c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
         return torch.sigmoid(o) * torch.tanh(c), c
 
@@ -150,8 +97,6 @@ class HandLSTM(ByHand):
 class HandGRU(ByHand):
     def step(self, a, b, h, c):
         (ar, az, an), (br, bz, bn) = a.chunk(3, 1), b.chunk(3, 1)
-        if self.how == "gates":
-            ar, az, br, bz = az, ar, bz, br
         r, z = torch.sigmoid(ar + br), torch.sigmoid(az + bz)
         if self.how == "before":
             k = 2 * self.hidden
@@ -177,9 +122,8 @@ class HandNorm(nn.LayerNorm):
 
 
 def layer_norm(n):
-    kind = WideNorm if n.options.get("wide") else HandNorm \
-        if n.options.get("by_hand") else nn.LayerNorm
-    return kind(n.channels, n.eps)
+    return (HandNorm if n.options.get("by_hand") else nn.LayerNorm)(
+        n.channels, n.eps)
 
 
 LAYERS = {
@@ -190,9 +134,7 @@ LAYERS = {
     "group_norm": (lambda n: nn.GroupNorm(n.groups, n.channels, n.eps),),
     "instance_norm": (lambda n: nn.InstanceNorm2d(
         n.channels, n.eps, affine=True),),
-    "embedding": (lambda n: nn.Embedding(
-        n.rows, n.units, padding_idx=n.padding,
-        max_norm=n.options.get("max_norm")),),
+    "embedding": (lambda n: nn.Embedding(n.rows, n.units),),
     "lstm": recurrent(nn.LSTM, HandLSTM, 4),
     "gru": recurrent(nn.GRU, HandGRU, 3),
     "max_pool": (lambda n: nn.MaxPool2d(n.kernel, n.stride, n.pad,
@@ -213,50 +155,21 @@ LAYERS = {
 }
 
 
-class Detach(torch.autograd.Function):
-    """Equal numbers, other gradients."""
-
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.factor, None
-
-
-def _gate(x, s):
-    return x * s.reshape(*s.shape, *[1] * (x.ndim - s.ndim))
-
-
 FUNCTIONS = {
     "add": (lambda n, x, y: x + y, lambda n, x, y: torch.add(x, y)),
-    "mul": (lambda n, x, y: _gate(x, y),),
-    "gate_add": (lambda n, x, s: x + s.reshape(
-        *s.shape, *[1] * (x.ndim - s.ndim)),),
     "concat": (lambda n, *xs: torch.cat(xs, n.axis),),
     "softmax": (lambda n, x: x.softmax(n.axis),
                 lambda n, x: F.softmax(x, n.axis)),
     "scale": (lambda n, x: x * n.factor, lambda n, x: n.factor * x),
-    "shift": (lambda n, x: x + n.by,),
     "scores": (lambda n, q, k: torch.bmm(q, k.transpose(1, 2)),
                lambda n, q, k: q @ k.mT),
     "mask": (lambda n, s, x: s - 8.0 * (x == 0).to(s.dtype)[:, None],),
     "matmul": (lambda n, w, v: torch.bmm(w, v), lambda n, w, v: w @ v),
     "mean": (lambda n, x: x.mean(n.axis),),
-    "sum": (lambda n, x: x.sum(n.axis),),
     "max": (lambda n, x: x.amax(n.axis),),
     "last": (lambda n, x: x[:, n.index],),
     "transpose": (lambda n, x: x.permute(n.axes),),
     "channels_last": (lambda n, x: x.permute(0, 2, 3, 1).flatten(1),),
-    "heads": (lambda n, x: x.reshape(x.shape[0], x.shape[2], x.shape[1]
-                                     ).transpose(1, 2),),
-    "flip": (lambda n, x: x.flip(n.axis),),
-    "shuffle": (lambda n, x: x.roll(1, 1),),
-    "clip": (lambda n, x: x.clamp(-n.limit, n.limit),),
-    "detach": (lambda n, x: x.detach(),),
-    "gradient": (lambda n, x: Detach.apply(x, n.factor),),
     "nothing": (lambda n, x: x,),
     "add_in_place": (lambda n, x, y: x.add_(y),),
     "sdpa": (lambda n, q, k, v: F.scaled_dot_product_attention(
@@ -285,9 +198,7 @@ class Graph(nn.Module):
         values = {"x": x}
         for n in self.net:
             inputs = [values[i] for i in n.inputs]
-            if n.kind == "again":
-                values[n.name] = getattr(self, n.of)(*inputs)
-            elif n.name in self.functions:
+            if n.name in self.functions:
                 values[n.name] = self.functions[n.name](*inputs)
             else:
                 out = getattr(self, n.name)(*inputs)
@@ -297,8 +208,6 @@ class Graph(nn.Module):
 
 def part(n: Node, style, dims: int):
     """The layer or the function of a node."""
-    if n.kind == "again":
-        return None
     if n.kind == "act":
         ways = ACTS[n.act]
     elif n.kind == "batch_norm":
@@ -310,10 +219,9 @@ def part(n: Node, style, dims: int):
     return style.choose(n, ways)(n)
 
 
-def build(net: Net, style, dims: int, seed: int | None = None):
+def build(net: Net, style, dims: int, seed: int):
     """The network. `dims`: the axes of its inputs."""
-    layers = {n.name: part(n, style, _dims(net, n, dims)) for n in net
-              if n.kind != "again"}
+    layers = {n.name: part(n, style, _dims(net, n, dims)) for n in net}
     for n in net:       # in place would overwrite what another node reads
         if isinstance(layers.get(n.name), nn.ReLU) and (
                 len(net.readers(n.inputs[0])) > 1 or n.inputs[0] == "x"):
@@ -334,8 +242,7 @@ def build(net: Net, style, dims: int, seed: int | None = None):
         layer = layers.get(n.name)
         if n.options.get("frozen_weight"):
             layer.weight.requires_grad_(False)
-    if seed is not None:
-        fill(net, layers, seed)
+    fill(net, layers, seed)
     made.paths = {n: p for p, m in made.named_modules()
                   for n, x in layers.items() if x is m}
     return made
