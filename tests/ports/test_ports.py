@@ -70,7 +70,7 @@ MISTAKES = {
                            "layer", "max_pool2"),
     "channels last before flatten": (
         "convnet", changed("flatten1", "channels_last"), "dense flatten",
-        "layer", "dense1"),
+        "layer", "dropout1"),
 }
 
 
