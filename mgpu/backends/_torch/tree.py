@@ -2,8 +2,7 @@
 either."""
 import functools
 import types
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from operator import attrgetter, is_
 from typing import Any
@@ -157,7 +156,7 @@ class Tree:
         return self._contents.are_same() and not any(self._empty) \
             and [*map(type, self.modules)] == self._types \
             and [*map(_requires_grad, self._tensors)] == self._trained \
-            and all(len(now := opened(x)[0]) == len(held)
+            and all(len(now := _opened(x)[0]) == len(held)
                     and all(map(is_, now, held)) for x, held in self._inside)
 
     def has_graphs(self) -> bool:
@@ -227,7 +226,7 @@ class Tree:
         if id(x) not in self._referring:
             self._referring[id(x)] = False      # while it is read
             self._alive.append(x)
-            held = opened(x)[0]
+            held = _opened(x)[0]
             if held and not isinstance(x, (tuple, types.MethodType)) \
                     or isinstance(x, (set, types.FunctionType)) \
                     or containers.parts(x) == ([], []):
@@ -240,66 +239,8 @@ class Tree:
 _requires_grad = attrgetter("requires_grad")
 
 
-#: makes an object of others than it holds, in their order
-Make = Callable[[list[Any]], Any]
-
-
-def opened(x: Any) -> tuple[list[Any], Make | None]:
-    """What a container, partial, closure, bound method or weak reference
-    holds, and what makes one like it; nothing and None for other objects."""
-    if isinstance(x, functools.partial):
-        count = 1 + len(x.args)
-        return [x.func, *x.args, *x.keywords.values()], lambda new: \
-            functools.partial(*new[:count],
-                              **dict(zip(x.keywords, new[count:])))
-    if isinstance(x, types.FunctionType):
-        cells = [*filter(_is_filled, x.__closure__ or ())]
-        return [cell.cell_contents for cell in cells], \
-            functools.partial(_function_like, x, cells)
-    if isinstance(x, types.MethodType):
-        return [x.__self__] if isinstance(x.__self__, nn.Module) else [], \
-            lambda new: types.MethodType(x.__func__, *new)
-    if isinstance(x, weakref.WeakMethod):
-        held, make = opened(x())
-        return held, make and (lambda new: weakref.WeakMethod(make(new)))
-    if isinstance(x, weakref.ref):
-        return [x()] if isinstance(x(), (nn.Module, torch.Tensor)) else [], \
-            lambda new: weakref.ref(*new)
-    if isinstance(x, (set, frozenset)):
-        return [*x], type(x)
-    found = containers.parts(x)
-    if found is None:
-        return [], None
-    if isinstance(x, dict):
-        return found[1] + found[0], functools.partial(_dict_like, x)
-    return found[1], functools.partial(containers.rebuild, x, found[0])
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
-
-
-def _function_like(x: types.FunctionType, cells: list[types.CellType],
-                   new: list[Any]) -> types.FunctionType:
-    # Unchanged cells are shared: counters by `nonlocal` go on.
-    other = {id(cell): types.CellType(value) for cell, value in zip(
-        cells, new) if value is not cell.cell_contents}
-    made = types.FunctionType(
-        x.__code__, x.__globals__, x.__name__, x.__defaults__,
-        tuple(other.get(id(cell), cell) for cell in x.__closure__ or ()))
-    made.__kwdefaults__ = x.__kwdefaults__
-    made.__dict__.update(x.__dict__)
-    return made
-
-
-def _dict_like(x: dict[Any, Any], new: list[Any]) -> Any:
-    made = x.copy()
-    made.clear()
-    made.update(zip(new[len(x):], new))
-    return made
+def _opened(x: Any) -> tuple[list[Any], containers.Make | None]:
+    return containers.opened(x, (nn.Module, torch.Tensor))
 
 
 def redirect(x: Any, copies: dict[int, Any]) -> Any:
@@ -313,7 +254,7 @@ def redirect(x: Any, copies: dict[int, Any]) -> Any:
         return copies[id(x)]
     if isinstance(x, (*ATOMS, torch.Tensor, nn.Module)):
         return x
-    old, make = opened(x)
+    old, make = _opened(x)
     copies[id(x)] = x       # while it is read, for one that holds itself
     new = [redirect(value, copies) for value in old]
     if make is None or all(map(is_, new, old)):
