@@ -286,7 +286,7 @@ def test_steps_under_a_schedule_of_mxnets(backend, kind):
 
 # -- objects of MXNet's -------------------------------------------------------
 
-#: of those that a kernel computes, or Python, with states and without
+#: by what they remember: an array, two, three, and None with an array
 OBJECTS = {
     "SGD": dict(learning_rate=0.125, momentum=0.5, wd=0.25,
                 clip_gradient=2.0 ** -4, rescale_grad=0.5),
@@ -300,6 +300,7 @@ OBJECTS = {
                  epsilon=2.0 ** -10, upper_bound=2.0),
     "LARS": dict(learning_rate=0.125, eta=0.5, wd=0.25, momentum=0.5,
                  momentum_correction=False),
+    "DCASGD": dict(learning_rate=0.125, lamda=0.5),
 }
 
 
