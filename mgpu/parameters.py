@@ -44,15 +44,11 @@ def get_params(params: Any, device: Any, grad_req: str = "write") -> Any:
                         f"received one {type(params).__name__}. Put it in a "
                         "list.")
     with backend.scope(recording=False):
-        if isinstance(params, dict):
-            copies: Any = {name: backend.put(p, device)
-                           for name, p in params.items()}
-            every = list(copies.values())
-        else:
-            copies = every = [backend.put(p, device) for p in params]
-        for p in every:
+        named = params if isinstance(params, dict) else dict(enumerate(params))
+        copies = {name: backend.put(p, device) for name, p in named.items()}
+        for p in copies.values():
             backend.attach_grad(p, grad_req)
-    return copies
+    return copies if named is params else list(copies.values())
 
 
 def _multiplier(place: int) -> Any:

@@ -461,13 +461,7 @@ class Replicas(_OfNetwork, abc.Sequence):
                     "with batch_norm='sync' all replicas train together; "
                     f"received inputs for replica {i} only. Call "
                     "replicas(shards) instead of replicas[i](x).")
-            rows = self._rows({i: inputs})
-            if not rows:
-                raise ValueError(
-                    f"a network runs on one row or more; replica {i} on "
-                    f"{self.devices[i]} received none. Leave it out, or use "
-                    "replicas(shards), which passes empty shards over.")
-            return self._run_rows(rows)[0][i]
+            return self._run_rows(self._rows({i: inputs}))[0][i]
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         for x in (*inputs, *named.values()):
@@ -513,10 +507,6 @@ class Replicas(_OfNetwork, abc.Sequence):
             for column in inputs:
                 shards.check_column(column, len(self), self.backend)
             rows = self._rows(dict(enumerate(zip(*inputs))))
-            if not rows:
-                raise ValueError(
-                    "at least one shard must hold rows; received "
-                    f"{len(self)} empty ones. Leave an empty batch out.")
             with probes.stage(
                     "compute", "forward", self.devices,
                     lambda: [outputs.get(i) for i in range(len(self))],
@@ -543,6 +533,10 @@ class Replicas(_OfNetwork, abc.Sequence):
             else:
                 shards.check_native(row, i, self.devices[i], self.backend)
                 rows[i] = row
+        if not rows:
+            raise ValueError(
+                "a network runs on one row or more; received none on "
+                f"{self.devices}. Leave an empty batch out.")
         return rows
 
     def _run_rows(self, rows: Mapping[int, tuple[Any, ...]],
