@@ -44,8 +44,9 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
     alone writes, and the others go on when the file is there. The run that
     goes on from the file has the bits of the run that goes on from here. In
     the file are: weights, and what is frozen; the buffers of every device;
-    what layers give by ``get_extra_state`` (torch: numbers, text, arrays, and
-    lists, tuples and dicts of them); the trainer's slots, counts, rate and
+    gradients that no step has applied, or that are added up; what layers give
+    by ``get_extra_state`` (torch: numbers, text, arrays, and lists, tuples
+    and dicts of them); the trainer's slots, counts, rate and
     dynamic loss scale; of every process the random streams of the engine,
     NumPy's global one and Python's; the position in `data`. Options are not:
     the program that goes on makes network, trainer, schedule (a function of
@@ -70,10 +71,10 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
     Raises
     ------
     RuntimeError
-        A gradient waits for `Trainer.step`, or was added up
-        (``grad_req="add"``), and was not cleared (`Replicas.zero_grad`);
-        an update failed midway; the parameters have no values yet; or
-        another thread uses the replicas or draws from `data`.
+        `data` is given, and a gradient waits for `Trainer.step` or is added
+        up (``grad_req="add"``); `Trainer.allreduce_grads` without its
+        `Trainer.update`; an update failed midway; the parameters have no
+        values yet; or another thread uses the replicas or draws from `data`.
     TypeError, ValueError
         What is not replicas, their trainer, or such data. An extra state that
         is neither of these; a buffer that a pass has made.
@@ -105,7 +106,10 @@ def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
     with world.guard():
         position = None if data is None else _export_position(data)
         with replicas.owned():
-            _check_between_steps(replicas, trainer)
+            if trainer.pending:
+                raise RuntimeError(
+                    "a checkpoint holds no summed gradients; received those "
+                    "of allreduce_grads. Save after Trainer.update.")
             states, slots = trainer_states.pack(trainer.export_states())
             arrays = {f"{group}:{name}": x for group, every in (
                 ("slot", slots), ("called", called or {}))
@@ -117,6 +121,8 @@ def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
                         [*map(backend.to_numpy, p.list_data())])
                 else:
                     arrays[f"value:{p.name}"] = backend.to_numpy(p.data())
+            own |= {f"grad:{world.rank}|{name}": x for name, x
+                    in _gradients(replicas, trainer, data).items()}
             extra = {name: extra_states.pack(
                 state, own, f"extra:{name}|0|", backend, (
                     "the extra state of a layer", repr(name),
@@ -204,7 +210,7 @@ def _join_ranks(ranks: Sequence[Contents]) -> Contents:
                    in enumerate(states) for key, x in inside.items()}
     for _, own in ranks:
         arrays |= {key: x for key, x in own.items()
-                   if key.startswith(("stream:", "host:"))}
+                   if key.startswith(("stream:", "host:", "grad:"))}
     return {"devices": [name for header, _ in ranks
                         for name in header["devices"]],
             "ranks": counts, "extra": extra,
@@ -272,7 +278,7 @@ def _unpack(header: Mapping[str, Any], arrays: Arrays
     """The states of the trainer, and all arrays by the first part of their
     names. An Exception for what `write` does not write."""
     groups: dict[str, Arrays] = {name: {} for name in (
-        "slot", "value", "stream", "host", "extra", "called")}
+        "slot", "value", "stream", "host", "extra", "called", "grad")}
     for key, x in arrays.items():
         group, _, name = key.partition(":")
         groups[group][name] = x
@@ -323,6 +329,8 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
     put_values = checked(replicas.fit_numpy, _select_values(
         replicas, groups["value"], len(header["devices"]), wrong))
     put_states = checked(trainer.fit_states, states, "the checkpoint")
+    gradients = _select_gradients(groups["grad"], replicas,
+                                  len(header["ranks"]), wrong)
     checked(_check_position, header["position"], source)
     checked(_check_extra, replicas, header["extra"])
     if wrong:
@@ -341,6 +349,10 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
         for p in replicas.params():
             if header["grad_req"].get(p.name, p.grad_req) != p.grad_req:
                 p.grad_req = header["grad_req"][p.name]
+            if p.name in gradients:
+                p.put_grad(*gradients[p.name])
+            elif trainer.trains(p):
+                p.zero_grad()
         if source is not None:
             source.position = tuple(header["position"]["position"])
     backend.uninterrupted(apply)
@@ -396,17 +408,41 @@ def _upgrade(header: dict[str, Any], arrays: Arrays) -> Contents:
                          "python": [version, gauss], "text": texts}]}, found
 
 
-def _check_between_steps(replicas: Replicas, trainer: Trainer) -> None:
-    backend = replicas.backend
+def _gradients(replicas: Replicas, trainer: Trainer, data: Data) -> Arrays:
+    """The gradients that no step has applied (0|name), or that are added up
+    (1|name)."""
+    backend, found = replicas.backend, Arrays()
     for p in filter(trainer.trains, replicas.params()):
-        if p.grad_req != "null" and (
-                trainer.pending or backend.is_fresh(p.data())
-                or p.grad_req == "add"
-                and backend.to_numpy(p.grad()).any()):
-            raise RuntimeError(
-                "a checkpoint holds no gradients; received one of "
-                f"{p.name!r}. Save after Trainer.step or, where no step is to "
-                "apply it, after Replicas.zero_grad.")
+        used = p.grad_req == "null" or not backend.is_fresh(p.data())
+        if not used or p.grad_req == "add":
+            x = backend.to_numpy(p.grad())
+            if not used or x.any():
+                found[f"{used:d}|{p.name}"] = x
+    if found and data is not None:
+        raise RuntimeError(
+            "a position in the data is that of the last step; received "
+            f"gradients of later batches, as {min(found)[2:]!r}. Save after "
+            "Trainer.step or, where no step is to apply them, after "
+            "Replicas.zero_grad.")
+    return found
+
+
+def _select_gradients(found: Arrays, replicas: Replicas, saved: int,
+                      wrong: list[str]) -> dict[str, tuple[np.ndarray, bool]]:
+    """The gradients of this rank, and whether a step has used them."""
+    world = replicas.span.world
+    if found and saved != world.size:
+        wrong.append("each process has gradients of its own; received those "
+                     f"of {saved} for {world.size}. Save after the step.")
+    shapes = {p.name: p.shape for p in replicas.params()}
+    own = {}
+    for key, x in found.items():
+        rank, used, name = key.split("|", 2)
+        if rank == str(world.rank):
+            own[name] = x, used == "1"
+            if shapes.get(name) != x.shape:
+                wrong.append(f"a gradient of {name} of shape {x.shape}")
+    return own
 
 
 def _source(data: Any) -> BatchIterator:

@@ -242,3 +242,10 @@ class Parameter:
             if backend.has_gradient(x):
                 backend.grad(x)[...] = 0
         backend.mark_used(x)
+
+    def put_grad(self, value: np.ndarray, used: bool) -> None:
+        """Write the gradient; not `used`: as a backward pass does."""
+        backend, x = self._replicas.backend, self.data()
+        with backend.scope(recording=False):
+            backend.grad(x)[...] = backend.put(value, x)
+        backend.mark_used(x, used)

@@ -399,6 +399,43 @@ def test_a_state_that_does_not_go_back_is_refused(backend, tmp_path):
     saved(Late(6, 3))
 
 
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+def test_gradients_that_wait_for_a_step(backend, devices, tmp_path, grad_req):
+    """The step after the file is that of the run that saved; gradients of the
+    program that loads are gone."""
+    def backward(run, rows):
+        shards, labels = mgpu.split_batch(
+            ROWS[:rows].astype("float64"), LABELS[:rows], run[0].devices)
+        with mgpu.record():
+            losses = mgpu.parallel(LOSS, run[0](shards), labels)
+        mgpu.backward([x for x in losses if x is not None])
+
+    def step(run):
+        if grad_req == "add":
+            backward(run, 5)
+        run[1].step(7)
+    whole, resumed = (plain(backend, devices)[:2] for _ in range(2))
+    for p in whole[0].params():
+        p.grad_req = grad_req
+    backward(whole, 7)
+    mgpu.save_checkpoint(tmp_path / "saved", *whole)
+    step(whole)
+    backward(resumed, 3)
+    mgpu.load_checkpoint(tmp_path / "saved", *resumed)
+    step(resumed)
+    if grad_req == "write":
+        for run in whole, resumed:      # applied once
+            with pytest.raises(mgpu.StaleGradientError):
+                run[1].step(7)
+    else:
+        for run in whole, resumed:      # added to once more
+            mgpu.save_checkpoint(tmp_path / "saved", *run)
+            mgpu.load_checkpoint(tmp_path / "saved", *run)
+            step(run)
+    for name, x in whole[0].export_numpy().items():
+        assert_bit_equal(resumed[0].export_numpy()[name], x)
+
+
 # -- what is refused ----------------------------------------------------------
 
 def test_a_save_between_the_halves_of_a_step_is_refused(backend, tmp_path):
@@ -408,7 +445,7 @@ def test_a_save_between_the_halves_of_a_step_is_refused(backend, tmp_path):
 
     def refused():
         with pytest.raises(RuntimeError, match="Save after Trainer.step or, "
-                           "where no step is to apply it, after Replicas.z"):
+                           "where no step is to apply them, after Replica"):
             mgpu.save_checkpoint(tmp_path / "saved", *run)
         assert not list(tmp_path.iterdir())
     with mgpu.record():
@@ -416,7 +453,8 @@ def test_a_save_between_the_halves_of_a_step_is_refused(backend, tmp_path):
     mgpu.backward(losses)
     refused()
     trainer.allreduce_grads()
-    refused()
+    with pytest.raises(RuntimeError, match="Save after Trainer.update"):
+        mgpu.save_checkpoint(tmp_path / "saved", *run)
     trainer.update(len(X))
     mgpu.save_checkpoint(tmp_path / "saved", *run)
     (tmp_path / "saved").unlink()

@@ -722,8 +722,9 @@ class Backend(Protocol):
         """Whether a backward pass has written the gradient of the leaf `x`
         since `mark_used`."""
 
-    def mark_used(self, x: Array) -> None:
-        """The gradient of `x` has been applied: it is stale from now on."""
+    def mark_used(self, x: Array, used: bool = True) -> None:
+        """The gradient of `x` has been applied: it is stale from now on. Not
+        `used`: as if a backward pass had written it."""
 
     def has_gradient(self, x: Array) -> bool:
         """Whether the gradient of the leaf `x`, which a backward pass or

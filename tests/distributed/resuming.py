@@ -185,7 +185,7 @@ def refused(devices, folder):
     # a rank that is in the middle of a step
     if not main:
         trainer._summed = []
-    raises(failed if main else RuntimeError, "holds no gradients",
+    raises(failed if main else RuntimeError, "holds no summed gradients",
            mgpu.save_checkpoint, file, replicas, trainer)
     assert world.size > 1
 

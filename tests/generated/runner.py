@@ -23,7 +23,6 @@ REFUSALS = {"clip": "(?s)(?=.*allreduce_grads)(?=.*clip_global_norm)",
             "stale": "has no new gradient", "batch_size": "batch_size must",
             "rnn": "float64 gradients.*float32",
             "sparse": "hold all rows.*sparse",
-            "checkpoint": "a checkpoint holds no gradients",
             "own step": "those of one, after a backward pass on",
             "own states": "trainer.state_dict"}
 
@@ -375,10 +374,9 @@ class Run:
             self.pair, exported, before = pair, pair.export(), pair.replicas
             old = self.adapter.parameters(pair.net)
             with tempfile.NamedTemporaryFile() as file:
-                by_file = checkpoint and len(pair.trainers) == 1 and not \
-                    self._refuses("checkpoint" if pair.pending else None,
-                                  mgpu.save_checkpoint, file.name, before,
-                                  pair.trainers[0])
+                by_file = checkpoint and len(pair.trainers) == 1
+                if by_file:
+                    mgpu.save_checkpoint(file.name, before, pair.trainers[0])
                 pair.set_up(k)
                 if by_file:
                     mgpu.load_checkpoint(
@@ -390,7 +388,7 @@ class Run:
             for p, q in zip(self.adapter.parameters(pair.net), old):
                 for factor in {"lr_mult", "wd_mult"} & set(dir(q)):
                     setattr(p, factor, getattr(q, factor))
-            pair.pending = False
+            pair.pending &= by_file
             pair.reset()
 
     def multiply(self, factor: str, parameter: int = 0) -> None:

@@ -278,8 +278,8 @@ class MXNetBackend(base.Backend):
     def is_fresh(self, x: Any) -> bool:
         return bool(x._fresh_grad)
 
-    def mark_used(self, x: Any) -> None:
-        x._fresh_grad = False
+    def mark_used(self, x: Any, used: bool = True) -> None:
+        x._fresh_grad = not used
 
     def scope(self, recording=None, training=None) -> base.ContextManager:
         return Scope(_read_flags, _write_flags, (recording, training))

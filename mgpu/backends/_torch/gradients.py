@@ -102,8 +102,8 @@ class Gradients:
         return x.grad is not None if known is None or known.hook is None \
             else known.fresh
 
-    def mark_used(self, x: Any) -> None:
-        self._state(x).note(x, False)
+    def mark_used(self, x: Any, used: bool = True) -> None:
+        self._state(x).note(x, not used)
 
     def has_gradient(self, x: Any) -> bool:
         return x.grad is not None
