@@ -174,6 +174,7 @@ class SyncBatchNorm:
                  joint: Joint | None = None):
         self._backend, self._meeting = backend, meeting
         self._joint = joint
+        self._known: dict[Any, Any] = {}
 
     def _joined(self, layer: str, given: list[tuple[int, Array]]
                 ) -> tuple[int, list[Array]]:
@@ -186,14 +187,19 @@ class SyncBatchNorm:
             count, total = self._joint(layer, count, total)
         return count, self._backend.fan_out(total, len(given))
 
-    def mean(self, index: int, layer: str, count: int, part: Array,
-             like: Array) -> tuple[Array, int]:
+    def mean(self, index: int, layer: str, moment: int, count: int,
+             part: Array, like: Array) -> tuple[Array, int]:
         """The sums `part` of all devices, added up and divided by all their
-        `count`: the same bits everywhere. Also returns that count."""
-        count, totals = self._meeting.exchange(
-            index, layer, (count, part), partial(self._joined, layer))
-        return self._backend.put(totals[self._meeting.place(index)],
-                                 like) / count, count
+        `count`: the same bits everywhere. Also returns that count. They are
+        of the first or the second `moment`."""
+        def joined() -> tuple[int, Array]:
+            found, totals = self._meeting.exchange(
+                index, layer, (count, part), partial(self._joined, layer))
+            return found, self._backend.put(
+                totals[self._meeting.place(index)], like)
+        found, total = self._backend.once(self._known, (
+            index, layer, moment), part, joined)
+        return total / found, found
 
     def __call__(self, call: base.BatchNormCall, index: int) -> Array:
         x, ops = call.x, self._backend.ops
@@ -202,10 +208,10 @@ class SyncBatchNorm:
         axes = tuple(i for i in range(len(x.shape)) if i != axis)
         shape = tuple(n if i == axis else 1 for i, n in enumerate(x.shape))
         count = prod(x.shape) // x.shape[axis]
-        mean, _ = self.mean(index, call.layer, count,
+        mean, _ = self.mean(index, call.layer, 1, count,
                             ops.sum(x, axes, keepdims=True), x)
         centred = x - mean
-        var, _ = self.mean(index, call.layer, count, ops.sum(
+        var, _ = self.mean(index, call.layer, 2, count, ops.sum(
             centred * centred, axes, keepdims=True), x)
         inverse = (var + call.epsilon) ** -0.5
         if self._backend.is_recording() and call.running_mean is not None:

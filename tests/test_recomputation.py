@@ -124,6 +124,58 @@ def test_gradients_and_statistics_are_those_without_checkpoints(
             assert relative_difference(x, expected) < 1e-12
 
 
+def synchronized(once, reentrant=False):
+    """`network`, whose middle is called once or twice in a checkpoint."""
+    net = network(reentrant)
+    net.forward = lambda x: net.end(net.call(
+        net.middle if once else lambda x: net.middle(net.middle(x)),
+        net.start(x)))
+    return net
+
+
+def test_joint_statistics_and_masks_are_those_of_the_forward_pass(devices):
+    """As without a checkpoint, with the same masks."""
+    found = []
+    for checkpointed in (True, False):
+        replicas, trainer = start(synchronized(True), len(devices),
+                                  batch_norm="sync")
+        replicas.net.checkpointed = checkpointed
+        mgpu.seed(1)
+        for _ in range(3):
+            forward_backward(replicas, batch(len(devices)), False)
+            trainer.step(11)
+        found.append(replicas.export_numpy())
+    for name, x in found[0].items():
+        assert relative_difference(x, found[1][name]) < 1e-12
+
+
+def test_data_parallel_computes_joint_statistics_again(devices):
+    """As plain torch on one device, which moves running statistics twice."""
+    import torch
+    found = []
+    for wrap in (lambda net: net, lambda net: mgpu.DataParallel(
+            net, devices, batch_norm="sync")):
+        net = synchronized(True)
+        net.drop.p = 0.0
+        model = wrap(net)
+        (X, y), = zip(*batch(1))
+        for _ in range(3):
+            DROPPED.clear()
+            loss_of(model(X), y).mean().backward()
+        found.append({**net.state_dict(), "gradient": net.shared.weight.grad})
+    for name, x in found[0].items():
+        torch.testing.assert_close(found[1][name], x, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("options", [dict(once=False), dict(
+    once=True, reentrant=True)], ids=["two calls", "reentrant"])
+def test_what_cannot_be_told_apart_is_refused(options, devices):
+    replicas, _ = start(synchronized(**options), len(devices),
+                        batch_norm="sync")
+    with pytest.raises(RuntimeError, match="Use use_reentrant=False"):
+        forward_backward(replicas, batch(len(devices)), False)
+
+
 @REENTRANT
 def test_given_masks_are_used_again(reentrant):
     """Those that `mgpu.parity` gives to both networks."""
@@ -179,11 +231,3 @@ def test_flags_are_as_they_were_after_a_pass(reentrant):
         handle.remove()
         assert [m.training for m in net.modules()] == modes
     assert trainer.num_update == 2
-
-
-def test_layers_that_meet_in_a_checkpoint_are_refused():
-    for reentrant in (True, False):
-        replicas, _ = start(network(reentrant, rate=0.0), 2,
-                            batch_norm="sync")
-        with pytest.raises(RuntimeError, match="Use batch_norm='per_device'"):
-            forward_backward(replicas, batch(2), False)

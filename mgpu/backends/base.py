@@ -836,6 +836,13 @@ class Backend(Protocol):
                     value).reshape(running.shape)
         return through
 
+    def once(self, known: dict[Any, Any], key: Any, part: Array,
+             compute: Callable[[], tuple[int, Array]]) -> tuple[int, Array]:
+        """``compute()``, of `part` and of other devices'. In a backward pass
+        that computes a forward pass again: what was computed then, which
+        `known` keeps by `key`."""
+        return compute()
+
     def full_precision(self) -> ContextManager:
         """Inside the block, float32 is that on every device: no fewer bits
         are multiplied."""

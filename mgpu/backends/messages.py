@@ -107,6 +107,16 @@ def not_joined(what: Iterable[str]) -> ValueError:
         "InstanceNorm, batch_norm='per_device', or one device.")
 
 
+def not_again() -> RuntimeError:
+    """A layer of which a checkpoint cannot tell what it has computed."""
+    return RuntimeError(
+        "with batch_norm='sync' the devices meet in the forward pass only; "
+        "received a checkpoint, which computes a layer of batch norm or "
+        "dropout again, that is reentrant, or whose layer a pass calls more "
+        "than once. Use use_reentrant=False, batch_norm='per_device' or "
+        "'average', or leave such layers out of checkpoints.")
+
+
 def wrong_device(device: Any, actual: Any) -> ValueError:
     """An array on `actual` was given to the replica on `device`. Raised by
     the replicas of both engines when they are called."""

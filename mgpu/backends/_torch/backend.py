@@ -16,6 +16,7 @@ from mgpu.backends._allocator import keep_freed_memory
 from mgpu.backends._torch import modes, openmp, strict
 from mgpu.backends._torch.data_parallel import Arrays, DataParallel
 from mgpu.backends._torch.gradients import Gradients
+from mgpu.backends._torch.graph import recomputing
 from mgpu.backends._torch.network import TorchNetwork, without_values
 from mgpu.backends._torch.ops import TorchOps, dtype_of
 from mgpu.backends._torch.streams import (Draws, aside, default_generators,
@@ -271,6 +272,17 @@ class TorchBackend(Gradients, base.Backend):
     def data_parallel(self, net, devices, split, remake, synchronize):
         return DataParallel(net, [self.handle(d) for d in devices], self.run,
                             split, remake, synchronize)
+
+    def once(self, known, key, part, compute):
+        if not recomputing():
+            count, total = compute()
+            known.setdefault(key, []).append((
+                count, total.detach().requires_grad_(total.requires_grad)))
+            return count, total
+        found = known.get(key, ())
+        if len(found) != 1 or part.requires_grad > found[0][1].requires_grad:
+            raise messages.not_again()
+        return found[0]
 
     def through(self, x, forth, back, after=None):
         if after is None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from mgpu.backends import base
+from mgpu.backends import base, messages
 from mgpu.backends._torch import strict
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              INSTANCE_NORMS,
@@ -155,9 +155,9 @@ class GluonMeaning(Meaning):
         if network.draw_mask is not None and takes_masks(layer) \
                 and not self._probing:
             return masked_forward(layer, network.draw_mask, i,
-                                  here.generator, here.masks)
+                                  partial(here.generator, path), here.masks)
         if type(layer) in DROPOUTS:
-            return dropout_forward(layer, here.generator,
+            return dropout_forward(layer, partial(here.generator, path),
                                    lambda: vars(net)["_buffers"][TICKET])
         return None
 
@@ -211,40 +211,43 @@ class _Pass:
         self._network, self._device = network, device
         self.masks: dict[int, Any] = {}
         self._joint = network.normalise is not None
+        #: of the stream, before a layer in a checkpoint draws from it
+        self._streams: dict[str, list[torch.Tensor]] = {}
         self._state: Any = None
 
     def begins(self) -> None:
         self._state = saving(), torch.is_grad_enabled()
 
-    def generator(self) -> torch.Generator | None:
-        """The stream of the device's dropout layers; None, torch's default
-        one, inside a checkpoint: that is what it sets again."""
+    def generator(self, path: str) -> torch.Generator | None:
+        """The stream of a dropout layer; None, torch's default one, inside a
+        checkpoint: that is what it sets again."""
         network = self._network
-        if self._again():
+        if self._joint and recomputing():
+            return self._again(path)
+        if recomputing():
             return None
-        if not network.backend.is_recording() or self._joint \
+        stream = network.backend.generator(self._device)
+        if not network.backend.is_recording() \
                 or (saving(), torch.is_grad_enabled()) == self._state:
-            return network.backend.generator(self._device)
+            return stream
+        if self._joint:     # the devices meet: they cannot take turns
+            self._streams.setdefault(path, []).append(stream.get_state())
+            return stream
         take_turn()
         return None
 
+    def _again(self, path: str) -> torch.Generator:
+        """A stream as a layer has found it."""
+        found = self._streams.get(path, ())
+        if len(found) != 1 or self._network.draw_mask is not None:
+            raise messages.not_again()
+        stream = torch.Generator(self._network.backend.handle(self._device))
+        stream.set_state(found[0])
+        return stream
+
     def keeps_statistics(self) -> bool:
         """Whether batch-norm layers update their running statistics now."""
-        return not self._again() and self._network.backend.is_recording()
-
-    def _again(self) -> bool:
-        """Whether a backward pass computes again what layers have
-        computed."""
-        if not recomputing():
-            return False
-        if self._joint:
-            raise RuntimeError(
-                "with batch_norm='sync' the devices meet in the forward pass "
-                "only; received a checkpoint around a batch-norm or dropout "
-                f"layer, which {self._device} computes again by itself. Use "
-                "batch_norm='per_device' or 'average', or leave such layers "
-                "out of checkpoints.")
-        return True
+        return not recomputing() and self._network.backend.is_recording()
 
 
 def _check_predicting(net: nn.Module) -> None:

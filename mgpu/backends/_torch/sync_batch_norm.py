@@ -16,9 +16,9 @@ from mgpu.backends._torch.boundary import Runner
 from mgpu.backends._torch.copies import Meaning, Plan
 from mgpu.backends._torch.tree import Tree
 
-#: mean(index, layer, count, sums, like): the sums of all devices divided by
-#: all counts, on the device of `like`; and that count
-Mean = Callable[[int, str, int, torch.Tensor, torch.Tensor],
+#: mean(index, layer, moment, count, sums, like): the sums of all devices
+#: divided by all counts, on the device of `like`; and that count
+Mean = Callable[[int, str, int, int, torch.Tensor, torch.Tensor],
                 tuple[torch.Tensor, int]]
 
 
@@ -97,12 +97,13 @@ def _forward(layer: Any, index: int, name: str, mean: Mean
         axes = [axis for axis in range(x.dim()) if axis != 1]
         shape = [-1 if axis == 1 else 1 for axis in range(x.dim())]
         size = x.numel() // x.shape[1]
-        centre, count = mean(index, name, size, x.sum(axes, keepdim=True), x)
+        centre, count = mean(index, name, 1, size,
+                             x.sum(axes, keepdim=True), x)
         if count == 1:
             raise ValueError("Expected more than 1 value per channel when "
                              f"training, got input size {x.shape}")
         centred = x - centre
-        variance, _ = mean(index, name, size,
+        variance, _ = mean(index, name, 2, size,
                            (centred * centred).sum(axes, keepdim=True), x)
         with torch.no_grad():       # as torch does; the variance is unbiased
             if layer.num_batches_tracked is not None \
