@@ -696,6 +696,14 @@ def test_a_size_that_agrees_by_chance_decides_nothing(backend, devices):
     assert tuple(net(ones(6, 2)).shape) == (2, 6)
 
 
+def test_an_option_of_forward_may_choose_the_axis(backend, devices):
+    net = mgpu.DataParallel(network(
+        backend, lambda x, y: x.swapaxes(0, 1) if y else x + 1), devices)
+    for option in (False, True, False):
+        shape = (2, 6) if option else (6, 2)
+        assert tuple(net(ones(6, 2), option).shape) == shape
+
+
 def test_an_argument_is_named(backend, devices):
     net = network(backend, lambda x, y: x * y)
     split = mgpu.DataParallel(net, devices, batch_axis={"y": 0})

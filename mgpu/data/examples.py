@@ -1,4 +1,5 @@
 """Split the arguments of a network by examples, and join its outputs."""
+import enum
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -35,6 +36,10 @@ class Arrays(Protocol):
 
     def packed(self, sequences: Sequence[Any], like: Any) -> Any:
         """A packed batch of them, in order of length if `like` is."""
+
+
+#: types of arguments that may choose what forward does
+_OPTIONS = (bool, int, str, type(None), enum.Enum)
 
 
 class _Argument(NamedTuple):
@@ -118,8 +123,9 @@ class BatchSplit:
                               [(start, stop)])[0]
         calls = dict(enumerate(
             self.split(args, kwargs, size, devices, bounds)))
-        joining = Joining(self, bounds, devices[0], mode, lambda: (
-            probe(one_more, len(devices) - 1), stop - start))
+        joining = Joining(
+            self, bounds, devices[0], (mode, self.form(args, kwargs)),
+            lambda: (probe(one_more, len(devices) - 1), stop - start))
         compares = self._compared < _COMPARED and environment.debug()
         expected = alone() if compares else None
         output = joining.output([*run(calls, joining.batch()).values()])
@@ -231,6 +237,14 @@ class BatchSplit:
                   for one in self._arguments(args, kwargs)]
         return tuple(values[:len(args)]), dict(zip(kwargs,
                                                    values[len(args):]))
+
+    def form(self, args: Sequence[Any], kwargs: Mapping[str, Any]
+             ) -> tuple[Any, ...]:
+        """What the axes of an output may depend on: the names of arguments,
+        and the values of those that are options."""
+        return tuple((one.name, one.value if isinstance(one.value, _OPTIONS)
+                      else len(getattr(one.value, "shape", ())))
+                     for one in self._arguments(args, kwargs))
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]
                    ) -> list[_Argument]:
