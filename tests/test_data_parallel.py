@@ -11,6 +11,8 @@ import pytest
 import mgpu
 from conftest import BACKENDS
 from helpers import bricks, on
+from mgpu import parity
+from parity.steps import gluon_step, torch_step
 
 #: batch sizes: even, uneven, one example, fewer than devices
 SIZES = (8, 7, 3, 1, 8)
@@ -633,6 +635,16 @@ def test_files_of_a_block(backend, devices, tmp_path):
     for x, p in zip(before, other.collect_params().values(), strict=True):
         assert (p.data().asnumpy().ravel() == x).all()
     assert parallel.a is net.a and parallel.module is net
+
+
+def test_parity_compares_it_with_the_plain_network(backend, devices):
+    step = torch_step(lr=0.125) if backend.name == "torch" \
+        else gluon_step(learning_rate=0.125)
+    result = parity.compare(
+        made(backend), made(backend), batches=[
+            (np.ones((5, 6)) * np.arange(5)[:, None], np.arange(5) % 3)],
+        step_a=lambda net: step(mgpu.DataParallel(net, devices)), step_b=step)
+    assert result.same, result
 
 
 # -- arguments and outputs ----------------------------------------------------

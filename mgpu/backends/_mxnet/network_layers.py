@@ -69,8 +69,9 @@ class NetworkLayers(base.Network):
         return {names[0]: names for names in found.values() if len(names) > 1}
 
     def index(self, x: Any) -> int:
-        """The device whose context `x` is on."""
-        return self.contexts.index(x.ctx)
+        """The device whose context `x` is on; the first one for a context
+        of the user's own, as of a DataParallel."""
+        return self.contexts.index(x.ctx) if x.ctx in self.contexts else 0
 
     @contextlib.contextmanager
     def watch_layers(self, seen: base.LayerCallback) -> Iterator[None]:
