@@ -8,8 +8,20 @@ import numpy as np
 
 from mgpu.arguments import one_of
 from mgpu.backends import get_backend
-from mgpu.files import FilePath
+from mgpu.files import FilePath, path_of
 from mgpu.gluon_io.parts import Missing
+
+
+#: how the names of the files end that are written here
+_ENDINGS = (".py", ".safetensors", ".params", ".pt2")
+
+
+def _check_name(path: FilePath, ending: str) -> None:
+    """Refuse the name of a file of another kind (ValueError)."""
+    own = os.path.splitext(path_of(path))[1]
+    if own != ending and own in (*_ENDINGS, ".json", ".states"):
+        raise ValueError(f"a file {ending} is written; received "
+                         f"{path_of(path)!r}. Name it {ending}.")
 
 
 def from_gluon(symbol: Any, params: FilePath | None = None,
@@ -114,6 +126,7 @@ def to_gluon_params(net: Any, path: FilePath) -> None:
     NotImplementedError
         On MXNet, where a block has ``export``.
     """
+    _check_name(path, ".params")
     get_backend().converter("to_gluon_params")(net, path)
 
 
@@ -136,6 +149,7 @@ def to_safetensors(net: Any, path: FilePath) -> None:
     ImportError
         Without the package safetensors.
     """
+    _check_name(path, ".safetensors")
     get_backend().converter("to_safetensors")(net, path)
 
 
@@ -164,6 +178,7 @@ def to_pt2(net: Any, path: FilePath, examples: Sequence[np.ndarray]) -> None:
     NotImplementedError
         On MXNet, where a block has ``export``.
     """
+    _check_name(path, ".pt2")
     if not isinstance(examples, (list, tuple)) or not all(
             isinstance(x, np.ndarray) and x.ndim for x in examples):
         raise TypeError(
@@ -237,6 +252,7 @@ def gluon_source(symbol: FilePath, params: FilePath | None, path: FilePath,
     OSError
         As in `from_gluon`.
     """
+    _check_name(path, ".py")
     one_of("plain", plain, (True, False))
     return get_backend().converter("gluon_source")(symbol, params, path, plain)
 

@@ -99,7 +99,8 @@ def _batches(X: Any, batch_size: int | None) -> Iterator[Any]:
         check_lists(X, None, rows[0])
         # Row by row as batches come: no copy of all.
         for begin in range(0, max(rows[0], 1), batch_size):
-            yield cut_rows(X, [(begin, begin + batch_size)])[0]
+            end = min(begin + batch_size, rows[0])
+            yield cut_rows(X, [(begin, end)])[0]
 
 
 def _on_host(output: Any, rows: int) -> Any:

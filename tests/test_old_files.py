@@ -82,11 +82,15 @@ def part(written, begin):
 def missing(names):
     """The paths that are not importable, of {module: "Name Class.method"}."""
     def exists(module, name):
+        owner, _, last = name.rpartition(".")
         try:
-            operator.attrgetter(name)(importlib.import_module(module))
+            found = importlib.import_module(module)
+            if owner:
+                found = operator.attrgetter(owner)(found)
         except (AttributeError, ImportError):
             return False
-        return True
+        return hasattr(found, last) or last in getattr(
+            found, "__annotations__", ())       # the field of a dataclass
     return [f"{module}.{name}" for module, every in names.items()
             for name in every.split() if not exists(module, name)]
 

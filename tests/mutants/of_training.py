@@ -4,8 +4,8 @@ from mutants.planting import mutant
 MUTANTS = [
     mutant("gradients-averaged",
            "the mean over devices instead of the sum",
-           "_plus",
-           "total + g",
+           "_added",
+           "g + total if A else total + g",
            "(total + g) / 2",
            killer="test_trainer.py::test_k_devices_are_one_device"),
     mutant("copies-not-refreshed",

@@ -24,7 +24,7 @@ from mgpu.backends._torch.layers import Between, describe
 from mgpu.backends._torch.meaning import (GluonMeaning, autocast,
                                           channels_last, innermost,
                                           watch_layer)
-from mgpu.backends._torch.names import (Entry, arrays_of, entries_of,
+from mgpu.backends._torch.names import (arrays_of, entries_of,
                                         joined, kind_of, parameters_of,
                                         suffix_of)
 from mgpu.backends._torch.ops import dtype_of, name_of_dtype
@@ -51,7 +51,8 @@ class TorchNetwork(base.Network):
         self.seen: base.LayerCallback | None = None
         self.options = base.Options()
         self.float32: base.Float32Functions = base.Float32Functions()
-        self._placed: list[Entry] = []
+        #: the table, the key there and mgpu's name of each array
+        self._placed: list[tuple[dict[str, Any], str, str]] = []
         self._copies: DeviceCopies
 
     def specs(self) -> list[base.Spec]:
@@ -254,7 +255,8 @@ class TorchNetwork(base.Network):
             self.net.train()
         meaning = GluonMeaning(self, devices)
         meaning.allocated(0, arrays_of(self.net))
-        self._placed = entries_of(self.net)
+        self._placed = [(getattr(e.module, e.table), e.key, e.name)
+                        for e in entries_of(self.net)]
         self._copies = DeviceCopies(
             self.net, [self.backend.handle(d) for d in devices],
             self.backend.run, meaning=meaning)
@@ -263,11 +265,10 @@ class TorchNetwork(base.Network):
         if not self._placed:
             return arrays_of(self.net)[number]
         # Looked up in every call: a user may replace the tensor.
-        entry = self._placed[number]
-        found = getattr(entry.module, entry.table).get(entry.key)
-        if found is None:
-            raise messages.changed_layers([entry.name])
-        return found
+        table, key, name = self._placed[number]
+        if table.get(key) is None:
+            raise messages.changed_layers([name])
+        return table[key]
 
     def arrays(self, number: int) -> list[Any]:
         return self._copies.arrays(self.array(number))
@@ -292,9 +293,9 @@ class TorchNetwork(base.Network):
                 for path, m in self.net.named_modules() if _has_extra(m)]
 
     def extra_states(self) -> dict[str, Any]:
-        known = {e.own_name for e in self._placed}
+        known = {(id(table), key) for table, key, _ in self._placed}
         late = [e.own_name for e in parameters_of(self.net, "_buffers")
-                if e.own_name not in known
+                if (id(e.module._buffers), e.key) not in known
                 and e.key not in e.module._non_persistent_buffers_set]
         if late:
             raise ValueError(
