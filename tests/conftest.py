@@ -40,6 +40,10 @@ from mgpu import backends as registry
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Several processes share the cores: OpenMP's threads, which wait busily for
+# work, would take them from each other. Read when an engine is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # Before tests import them: their assertions then show the values.
 pytest.register_assert_rewrite("helpers", "nets", "steps", "threeway")
 
