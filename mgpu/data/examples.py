@@ -105,7 +105,7 @@ class BatchSplit:
         ----------
         devices : list of device
         mode : hashable
-            See `Joining`.
+            In which the network is.
         run : callable
             Runs the call of each device and returns their outputs.
         probe : callable
@@ -124,7 +124,8 @@ class BatchSplit:
         calls = dict(enumerate(
             self.split(args, kwargs, size, devices, bounds)))
         joining = Joining(
-            self, bounds, devices[0], (mode, self.form(args, kwargs)),
+            self, bounds, devices[0],
+            lambda: (mode, self.form(args, kwargs)),
             lambda: (probe(one_more, len(devices) - 1), stop - start))
         compares = self._compared < _COMPARED and environment.debug()
         expected = alone() if compares else None
@@ -335,18 +336,18 @@ class Joining:
         The examples of each device.
     device : device
         Where the result lies.
-    mode : hashable
-        Outputs of another mode may have other axes.
+    mode : callable
+        Returns what is hashable: outputs of another mode may have other axes.
     probe : callable
         Returns what a pass of another number of examples gives, and that
         number; called once at most. None: there is none.
     """
 
     def __init__(self, split: BatchSplit, bounds: Sequence[tuple[int, int]],
-                 device: Any, mode: Any,
+                 device: Any, mode: Callable[[], Any],
                  probe: Callable[[], tuple[Probed | None, int]]) -> None:
         self._split, self._known = split, split.known
-        self._device, self._mode = device, mode
+        self._device, self._mode = device, cache(mode)
         self.bounds = list(bounds)
         #: the number of examples of each device
         self.sizes = [stop - start for start, stop in bounds]
@@ -360,13 +361,13 @@ class Joining:
         ValueError
             An array without an axis for the examples, or with several.
         """
-        return self._join(list(outputs), "the output", (self._mode,),
+        return self._join(list(outputs), "the output", (self._mode(),),
                           lambda probed: probed.output)
 
     def attribute(self, values: Sequence[Any], name: str,
                   place: tuple[int, str]) -> Any:
         """An attribute's values on the devices as one."""
-        return self._join(list(values), name, (self._mode, place),
+        return self._join(list(values), name, (self._mode(), place),
                           lambda probed: probed.attribute(place))
 
     def batch(self) -> Batch:

@@ -570,8 +570,8 @@ class Replicas(_OfNetwork, abc.Sequence):
         return Joining(
             split, list(zip([0, *ends], ends)),
             self.backend.handle(self.devices[0]),
-            (self.backend.is_training(), self.backend.is_recording(),
-             split.form(*call)), probe)
+            lambda: (self.backend.is_training(), self.backend.is_recording(),
+                     split.form(*call)), probe)
 
     def _begin(self, active: Sequence[int]) -> None:
         """A pass of these devices begins."""
