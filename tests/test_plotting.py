@@ -2,7 +2,6 @@
 asked for, and leave the user's matplotlib alone."""
 import os
 import struct
-import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -23,52 +22,32 @@ def width(path):
     return struct.unpack(">I", data[16:20])[0]
 
 
-def python(code, *arguments):
-    result = subprocess.run([sys.executable, "-c", code, *map(str, arguments)],
-                            capture_output=True, text=True, timeout=120,
-                            env={**os.environ, "PYTHONPATH": os.pathsep.join(
-                                p for p in sys.path if p)})
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+RUN = {"backend": "torch", "devices": ["cpu:0"], "train_loss": [2.0, 1.0],
+       "test_acc": [0.5, 0.75], "images_per_second": [100.0, 50.0],
+       "batch_size": 256, "lr": 0.2, "dtype": "float32", "seed": 0}
+ROW = {"backend": "torch", "name": "GPU1 time", "seconds": 0.5}
 
 
 # -- matplotlib stays the user's --------------------------------------------
 
-
-def test_without_matplotlib_a_figure_says_what_to_install():
-    out = python(
-        "import sys\n"
-        "sys.modules['matplotlib'] = None\n"
-        "from mgpu.plotting import *\n"
-        "from mgpu import plotting as p\n"
-        "run = dict(backend='torch', devices=['cpu:0'], train_loss=[1.0],\n"
-        "           test_acc=[0.5], images_per_second=[9.0])\n"
-        "row = dict(backend='torch', name='a', seconds=1)\n"
-        "for draw in (p.Animator, p.plot_graph,\n"
-        "             lambda: p.plot_runs([run], 'x.png'),\n"
-        "             lambda: p.plot_timings([row], 'x.png')):\n"
-        "    try:\n"
-        "        draw()\n"
-        "    except ImportError as error:\n"
-        "        print(error)\n")
-    lines = out.splitlines()
-    assert len(lines) == 4
-    assert all("Run pip install matplotlib." in line for line in lines)
+def test_without_matplotlib_a_figure_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for draw in (Animator, plot_graph, lambda: plot_runs([RUN], "x.png"),
+                 lambda: plot_timings([ROW], "x.png")):
+        with pytest.raises(ImportError, match="Run pip install matplotlib."):
+            draw()
 
 
-def test_settings_of_matplotlib_are_left_alone(tmp_path):
-    python(
-        "import sys, matplotlib\n"
-        "from mgpu.plotting import Animator, plot_graph\n"
-        "matplotlib.use('svg')\n"
-        "before = dict(matplotlib.rcParams.copy())\n"
-        "with Animator(file=sys.argv[1] + '/a.png') as animator:\n"
-        "    animator.add(1, 2)\n"
-        "plot_graph(sys.argv[1] + '/b.svg')\n"
-        "assert dict(matplotlib.rcParams.copy()) == before\n"
-        "assert matplotlib.get_backend().lower() == 'svg'\n"
-        "assert 'matplotlib.pyplot' not in sys.modules\n"
-        "assert 'IPython' not in sys.modules\n", tmp_path)
+def test_settings_of_matplotlib_are_left_alone(monkeypatch, tmp_path):
+    """pyplot and IPython are not imported: it would be an error here."""
+    import matplotlib
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    monkeypatch.setitem(sys.modules, "IPython", None)
+    before = dict(matplotlib.rcParams.copy())
+    with Animator(file=tmp_path / "a.png") as animator:
+        animator.add(1, 2)
+    plot_graph(tmp_path / "b.svg")
+    assert dict(matplotlib.rcParams.copy()) == before
 
 
 # -- Animator ---------------------------------------------------------------
@@ -169,12 +148,6 @@ def test_ipython_without_a_kernel_shows_nothing(notebook):
 
 
 # -- files that are refused -------------------------------------------------
-
-RUN = {"backend": "torch", "devices": ["cpu:0"], "train_loss": [2.0, 1.0],
-       "test_acc": [0.5, 0.75], "images_per_second": [100.0, 50.0],
-       "batch_size": 256, "lr": 0.2, "dtype": "float32", "seed": 0}
-ROW = {"backend": "torch", "name": "GPU1 time", "seconds": 0.5}
-
 
 @pytest.mark.parametrize("draw", [
     lambda file: Animator(file=file), lambda file: Animator().save(file),

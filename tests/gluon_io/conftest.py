@@ -1,4 +1,6 @@
 """What the tests of Gluon's files share."""
+import importlib.util
+
 import pytest
 
 import mgpu
@@ -14,6 +16,14 @@ def mx():
 def files_in(folder, name="net"):
     """Those of an export: the graph, and the arrays."""
     return folder / f"{name}-symbol.json", folder / f"{name}-0000.params"
+
+
+def imported(path):
+    """The module that a source file is."""
+    spec = importlib.util.spec_from_file_location("net", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def export(net, folder, *inputs, name="net", init="uniform"):

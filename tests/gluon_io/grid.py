@@ -112,15 +112,17 @@ class Case(NamedTuple):
             "attrs": {"mxnet_version": ["int", 10901]}})
 
 
-def grid(op: str, attributes: dict[str, list[Any]],
-         inputs: list[tuple[Input, ...]], **options: Any) -> Iterator[Case]:
-    """Every combination of values of the attributes and inputs; None leaves
-    an attribute out."""
-    for values in itertools.product(*attributes.values()):
+def grid(ops: str, attributes: dict[str, list[Any]],
+         inputs: list[tuple[Input, ...]], family: str = "{}",
+         **options: Any) -> Iterator[Case]:
+    """Every combination of values of the attributes and inputs, for each of
+    these operators, whose names are in `family`; None leaves an attribute
+    out."""
+    for op, *values in itertools.product(ops.split(), *attributes.values()):
         given = {k: str(v) for k, v in zip(attributes, values)
                  if v is not None}
         for shapes in inputs:
-            yield Case(op, given, shapes, **options)
+            yield Case(family.format(op), given, shapes, **options)
 
 
 def weights(like: np.ndarray, k: int) -> np.ndarray:
@@ -165,13 +167,19 @@ def by_mxnet(case: Case) -> list[Any]:
 def by_torch(case: Case, folder: Path) -> list[Any]:
     """The same, by `mgpu.from_gluon`."""
     import mgpu
-    import torch
     names, arrays = case.names(), case.arrays()
     (folder / "op-symbol.json").write_text(case.graph())
     mgpu.gluon_io.save_params(folder / "op.params", {
         f"{x.kept}:{n}": array for n, x, array in zip(names, case.inputs,
                                                       arrays) if x.kept})
-    net = mgpu.from_gluon(folder / "op-symbol.json", folder / "op.params")
+    return by_net(case, mgpu.from_gluon(folder / "op-symbol.json",
+                                        folder / "op.params"))
+
+
+def by_net(case: Case, net: Any) -> list[Any]:
+    """The same, by a network of torch's that has `gluon_names`."""
+    import torch
+    names, arrays = case.names(), case.arrays()
     net.train(case.train)
     entering = {n: torch.from_numpy(array).requires_grad_(x.moves)
                 for n, x, array in zip(names, case.inputs, arrays)

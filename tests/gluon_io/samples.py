@@ -5,6 +5,7 @@ A function of `PARAMS` or `STATES` takes `mxnet` and the path of a file to
 write. It is called in MXNet's legacy mode, and leaves that on.
 """
 import contextlib
+import functools
 import os
 import struct
 import zlib
@@ -302,42 +303,17 @@ def kept(trainer):
     return {i: plain(x) for i, x in trainer._updaters[0].states.items()}
 
 
-# -- a training ---------------------------------------------------------------
+# -- narrow networks, for an environment without MXNet ------------------------
 
-def write_training(mx, folder):
-    """A small network in float64 after 3 steps of adam with a schedule."""
+def _net(mx):
     nn = mx.gluon.nn
-    rng = np.random.default_rng(0)
-    x, label = rng.normal(size=(4, 2, 6, 6)), rng.integers(0, 3, 4)
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         net.add(nn.Conv2D(4, 3, in_channels=2, use_bias=False),
                 nn.BatchNorm(epsilon=2 ** -10, in_channels=4),
                 nn.Activation("relu"), nn.Dense(3, in_units=64))
-    net.cast("float64")
-    net.initialize()
-    for name, p in net.collect_params().items():
-        values = rng.normal(size=p.shape) / 4
-        p.set_data(mx.nd.array(abs(values) + 0.5 if name.endswith(
-            ("var", "gamma")) else values, dtype="float64"))
-    net.hybridize()
-    trainer = mx.gluon.Trainer(net.collect_params(), "adam", {
-        "learning_rate": 2 ** -8, "beta1": 0.5, "beta2": 0.75,
-        "epsilon": 2 ** -10, "wd": 2 ** -6,
-        "lr_scheduler": mx.lr_scheduler.FactorScheduler(
-            2, 0.5, base_lr=2 ** -8)}, kvstore=None)
-    loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
-    data = mx.nd.array(x, dtype="float64")
-    for _ in range(3):
-        with mx.autograd.record():
-            out = loss(net(data), mx.nd.array(label, dtype="float64"))
-        out.backward()
-        trainer.step(4)
-    net.export(str(folder / "net"))
-    trainer.save_states(str(folder / "net.states"))
+    return net
 
-
-# -- narrow networks, for an environment without MXNet ------------------------
 
 def _resnet(mx):
     vision = mx.gluon.model_zoo.vision
@@ -380,74 +356,47 @@ def _mixer(mx):
     return Mixer(prefix="mixer_")
 
 
-#: how a network is made, the shape of its input (integers below 7 where it
-#: has an embedding), and its optimiser, with options that float32 holds
+#: how a network is made, the shape of its input, its optimiser as in
+#: `trainings`, and other options
 NETWORKS = {
-    "resnet": (_resnet, (4, 3, 8, 8), "sgd", {
-        "learning_rate": 2 ** -4, "momentum": 0.5, "wd": 2 ** -6}),
-    "lstm": (_lstm, (4, 6), "nag", {"learning_rate": 0.25, "momentum": 0.5}),
-    "mixer": (_mixer, (4, 3, 5), "adagrad", {
-        "learning_rate": 2 ** -4, "eps": 2 ** -10}),
+    "resnet": (_resnet, (4, 3, 8, 8), "sgd-momentum", {}),
+    "lstm": (_lstm, (4, 6), "nag", {"words": 7}),
+    "mixer": (_mixer, (4, 3, 5), "adagrad", {}),
 }
+
+
+def _training(mx, folder, make, shape, optimizer, **options):
+    from gluon_io.trainings import Training
+    return Training(folder, (functools.partial(make, mx), shape), optimizer,
+                    **options)
+
+
+def write_training(mx, folder):
+    """A small network after 3 steps of adam with a schedule."""
+    one = _training(
+        mx, folder, _net, (4, 2, 6, 6), "adam", learning_rate=2 ** -8,
+        lr_scheduler=mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=2 ** -8))
+    one.step(3)
+    one.save()
 
 
 def write_networks(mx, folder):
     """Each of `NETWORKS`, and a checkpoint of a Module, after two steps; and
     what a third makes of it."""
-    for name, given in NETWORKS.items():
+    for name, (*given, options) in NETWORKS.items():
         with numpy_mode(mx) if name == "mixer" else contextlib.nullcontext():
-            _write_network(mx, str(folder / name), *given)
+            one = _training(mx, folder, *given, name=name, **options)
+            one.step(2)
+            one.save()
+            predicted = one.net(one.array(one.x)).asnumpy()
+            one.step()
+            np.savez_compressed(
+                folder / f"{name}-steps.npz", x=one.x, label=one.y,
+                predicted=predicted,
+                **{f"after:{key}": x for key, x in one.values().items()},
+                **{f"gradient:{p.name}": p.grad().asnumpy()
+                   for p in one.trainer._params if p.grad_req != "null"})
     _write_module(mx, str(folder / "module"))
-
-
-def _float64(state):
-    """MXNet makes the states of some optimisers in float32, and then cannot
-    update a float64 parameter."""
-    if isinstance(state, (list, tuple)):
-        return tuple(map(_float64, state))
-    return None if state is None else state.astype("float64")
-
-
-def _write_network(mx, path, make, shape, optimizer, options):
-    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
-    rng = np.random.default_rng(zlib.crc32(make.__name__.encode()))
-    x = rng.integers(0, 7, shape) if len(shape) == 2 \
-        else rng.normal(size=shape)
-    label = rng.integers(0, 3, shape[0])
-    net = make(mx)
-    net.cast("float64")
-    net.initialize(mx.init.Zero())      # what draws is of float32
-    net.hybridize()
-    data = array(x, dtype="float64")
-    net(data)
-    for name, p in sorted(net.collect_params().items()):
-        drawn = rng.normal(size=p.shape) / 2
-        p.set_data(array(abs(drawn) + 0.5 if name.endswith(
-            ("var", "gamma")) else drawn, dtype="float64"))
-    trainer = mx.gluon.Trainer(net.collect_params(), optimizer, options,
-                               kvstore=None)
-    updater = trainer._updaters[0]
-    for i, p in enumerate(trainer._params):
-        if p.grad_req != "null":
-            updater.states[i] = _float64(
-                updater.optimizer.create_state(i, p.data()))
-            updater.states_synced[i] = True
-    loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
-    found = {"x": x, "label": label}
-    for step in range(3):
-        if step == 2:
-            net.export(path)
-            trainer.save_states(path + ".states")
-            found["predicted"] = net(data).asnumpy()
-        with mx.autograd.record():
-            out = loss(net(data), array(label, dtype="float64"))
-        out.backward()
-        trainer.step(shape[0])
-    for name, p in net.collect_params().items():
-        found[f"after:{name}"] = p.data().asnumpy()
-        if p.grad_req != "null":
-            found[f"gradient:{name}"] = p.grad().asnumpy()
-    np.savez_compressed(path + "-steps.npz", **found)
 
 
 def _of_checkpoint(mx, path, data):

@@ -1,8 +1,10 @@
 """`mgpu inspect`, `mgpu convert` and `mgpu lint SCRIPT.py`."""
+import functools
+import itertools
 import json
 import pickle
-import pickletools
 import re
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -124,19 +126,14 @@ def _zip_of(path, name):
         archive.writestr(name, "pt2")
 
 
+@pytest.mark.skipif("mxnet" not in BACKENDS, reason="pickles its optimiser")
 def test_update_counts_of_another_type_are_refused(tmp_path):
-    """In a valid pickle the dictionary of counts is replaced by a text."""
     file = tmp_path / "x.states"
-    data = (FILES / "sgd.states").read_bytes()
-    found = pickletools.genops(data)
-    # the memo of the dictionary's key, then the dictionary itself
-    ops = [(op.name, arg, at) for op, arg, at in found]
-    i = next(i for i, (_, arg, _) in enumerate(ops)
-             if arg == "_index_update_count")
-    start = next(at for name, _, at in ops[i + 1:] if "DICT" in name)
-    stop = next(at for name, _, at in ops[i + 1:] if name == "SETITEMS") + 1
-    file.write_bytes(data[:start] + pickle.dumps("text", 2)[2:-3]
-                     + data[stop:])
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        optimizer = mx.optimizer.SGD()
+        optimizer._index_update_count = "text"
+        file.write_bytes(pickle.dumps(({}, optimizer)))
     assert "counts" in refused(command("inspect", file))
 
 
@@ -218,24 +215,6 @@ def test_converted_files_train_as_gluons_network(ending, exported,
 
 
 @both
-@pytest.mark.parametrize("options", [{"axes": (1,)}, {"mode": "always"}])
-def test_the_check_turns_dropout_off(tmp_path, options):
-    """Dropout along axes, and dropout that is on in predictions too."""
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        y = mx.sym.FullyConnected(mx.sym.Dropout(
-            mx.sym.var("data"), **options), name="d", num_hidden=3)
-        y.save(str(tmp_path / "net-symbol.json"))
-        mx.nd.save(str(tmp_path / "net.params"), {
-            "arg:d_weight": mx.nd.random.normal(shape=(3, 5)),
-            "arg:d_bias": mx.nd.zeros(3)})
-    result = command("convert", tmp_path / "net-symbol.json", tmp_path
-                     / "net.params", "-o", tmp_path / "x.params", "--input",
-                     "5", "--check")
-    assert result.exit_code == 0 and "SAME" in result.output, result.output
-
-
-@both
 def test_safetensors_have_shared_tensors_once(exported, tmp_path):
     """The metadata name the stored tensor of the one that shares it; loading
     restores both."""
@@ -310,98 +289,6 @@ def test_a_check_against_a_trace(exported, tmp_path):
     assert result.exit_code == 1 and "initial value" in result.output
 
 
-@pytest.fixture(scope="module")
-def forked(tmp_path_factory):
-    """Two inputs, one of them indices, one for each row; two outputs."""
-    folder = tmp_path_factory.mktemp("forked")
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        from mxnet.gluon import nn
-
-        class Forked(mx.gluon.HybridBlock):
-            def __init__(self):
-                super().__init__()
-                with self.name_scope():
-                    self.dense = nn.Dense(4)
-                    self.norm = nn.BatchNorm()
-                    self.rows = nn.Embedding(9, 4)
-                    self.drop = nn.Dropout(0.5)
-                    self.slope = nn.LeakyReLU(0.25)
-                    self.one, self.two = nn.Dense(3), nn.Dense(3)
-
-            def hybrid_forward(self, F, x, i):
-                x = self.slope(self.norm(self.dense(x))) + self.rows(i)
-                x = self.drop(x)
-                return self.one(x), self.two(x)
-
-        mx.random.seed(1)
-        return export(Forked(), folder, (2, 5), (2,), init=mx.init.Normal(0.5))
-
-
-def first(net, attribute):
-    """The first module that has it."""
-    return next(m for m in net.modules() if hasattr(m, attribute))
-
-
-def change_weight(net):
-    first(net, "num_embeddings").weight[8, 1] += 1e-6
-
-
-def change_row(net):
-    """The gradient of one row is 0: seen if the batch has the last index."""
-    first(net, "num_embeddings").padding_idx = 8
-
-
-def change_statistics(net):
-    first(net, "running_var").running_var.mul_(1 + 1e-6)
-
-
-def change_epsilon(net):
-    first(net, "eps").eps *= 1.01
-
-
-def change_dropout(net):
-    first(net, "p").p = 0.25
-
-
-def change_slope(net):
-    first(net, "negative_slope").negative_slope = 0.2499
-
-
-def exchange_outputs(net):
-    end = next(node for node in net.graph.nodes if node.op == "output")
-    end.args = (tuple(reversed(end.args[0])),)
-    net.recompile()
-
-
-CHANGES = (change_weight, change_row, change_statistics, change_epsilon,
-           change_dropout, change_slope, exchange_outputs)
-
-
-@both
-@pytest.mark.parametrize("change", [None, *CHANGES])
-def test_the_check_finds_a_changed_net(change, forked, tmp_path, monkeypatch):
-    """The network that is read back from x.params is changed; without a change
-    the check passes."""
-    import torch
-
-    from mgpu.cli import gluon
-    write, read = gluon._WRITERS[".params"]
-
-    def wrong(*arguments):
-        net = read(*arguments)
-        with torch.no_grad():
-            change(net)
-        return net
-    monkeypatch.setitem(gluon._WRITERS, ".params", (
-        write, read if change is None else wrong))
-    result = command("convert", *forked, "-o", tmp_path / "x.params",
-                     "--input", "5", "--input", "():int64", "--check")
-    assert result.exit_code == int(change is not None), result.output
-    assert ("SAME (lock" in result.output) == (change is None)
-    assert ("drops out with" in result.output) == (change is change_dropout)
-
-
 @both
 def test_missing_operators_are_one_list(exported, tmp_path):
     graph = json.loads(exported[0].read_text())
@@ -458,16 +345,33 @@ def test_wrong_arguments_of_convert(arguments, said):
 @pytest.fixture(scope="module")
 def dropping(tmp_path_factory):
     """Dropout at three places, batch norm, and a recurrent layer of two
-    layers that drops out between them."""
+    layers that drops out between them; two inputs, one of them an index for
+    each row, and two outputs."""
     folder = tmp_path_factory.mktemp("dropping")
     with mgpu.using_backend("mxnet"):
         import mxnet as mx
         from mxnet.gluon import nn, rnn
         mx.random.seed(1)
-        nets = {name: nn.HybridSequential()
-                for name in ("dense", "lstm", "one", "none", "axes", "cast")}
+
+        class Forked(mx.gluon.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                with self.name_scope():
+                    self.dense, self.norm = nn.Dense(4), nn.BatchNorm()
+                    self.rows, self.slope = nn.Embedding(9, 4), \
+                        nn.LeakyReLU(0.25)
+                    self.one, self.two = nn.Dense(3), nn.Dense(3)
+
+            def hybrid_forward(self, F, x, i):
+                x = self.slope(self.norm(self.dense(x))) + self.rows(i)
+                return self.one(x), self.two(x)
+        nets = {name: nn.HybridSequential() for name in (
+            "dense", "lstm", "one", "none", "axes", "cast", "always")}
+        nets["forked"] = Forked()
         nets["axes"].add(nn.Dropout(0.5, axes=(1,)), nn.LayerNorm(),
                          nn.Dense(3))
+        nets["always"].add(nn.HybridLambda(
+            lambda F, x: F.Dropout(x, mode="always")), nn.Dense(3))
         nets["cast"].add(nn.Dense(3), nn.HybridLambda(
             lambda F, x: F.cast(x, "float32")), nn.Dense(2))
         nets["none"].add(nn.Activation("relu"))
@@ -478,9 +382,10 @@ def dropping(tmp_path_factory):
             nn.Dense(8, in_units=4), nn.Dropout(0.25), nn.BatchNorm(),
             nn.Activation("relu"), nn.Dropout(0.5),
             nn.Dense(8, activation="tanh"), nn.Dropout(0.5), nn.Dense(3))
-        shapes = dict.fromkeys(("lstm", "one", "axes"), (2, 5, 4))
-        found = {name: export(net, folder, shapes.get(name, (2, 4)), name=name,
-                              init=mx.init.Xavier())
+        shapes = {**dict.fromkeys(("lstm", "one", "axes"), [(2, 5, 4)]),
+                  "forked": [(2, 5), (2,)]}
+        found = {name: export(net, folder, *shapes.get(name, [(2, 4)]),
+                              name=name, init=mx.init.Normal(0.5))
                  for name, net in nets.items()}
     half = folder / "half-symbol.json"
     half.write_text(found["cast"][0].read_text().replace(
@@ -488,21 +393,39 @@ def dropping(tmp_path_factory):
     return {**found, "half": (half, found["cast"][1])}
 
 
-def write_source(files, folder, shape="4"):
-    """The source of a network, and the arguments that have written it."""
-    file = folder / "x.py"
-    arguments = ("convert", *files, "-o", file, "--input", shape)
-    assert command(*arguments).exit_code == 0
-    return file, arguments
+#: of networks whose input is not a row of 4
+SHAPES = {**dict.fromkeys(("lstm", "one", "axes"), ("5x4",)),
+          "forked": ("5", "():int64")}
 
 
-def check_edited(files, folder, old, new):
-    """The check of a source in which `old` became `new`."""
-    file, arguments = write_source(files, folder)
-    text = file.read_text()
-    assert old in text
-    file.write_text(text.replace(old, new))
-    return command(*arguments, "--check-only")
+@pytest.fixture(scope="module")
+def check_edited(dropping, tmp_path_factory):
+    """Checks the source of a network in which `old` became `new`, `(.*?)`
+    being any text."""
+    def convert(name, folder, *more):
+        inputs = (("--input", shape) for shape in SHAPES.get(name, ("4",)))
+        return command("convert", *dropping[name], "-o", folder / "x.py",
+                       *itertools.chain(*inputs), *more)
+
+    @functools.cache
+    def written(name):
+        folder = tmp_path_factory.mktemp("written")
+        assert convert(name, folder).exit_code == 0
+        return folder
+
+    def check(name, old, new):
+        folder = tmp_path_factory.mktemp("edited")
+        shutil.copytree(written(name), folder, dirs_exist_ok=True)
+        file = folder / "x.py"
+        pattern = "(.*?)".join(map(re.escape, old.split("(.*?)")))
+        text, count = re.subn(pattern, new, file.read_text(), count=1,
+                              flags=re.DOTALL)
+        assert count, f"the source has no {old}"
+        file.write_text(text)
+        result = convert(name, folder, "--check-only")
+        assert file.read_text() == text
+        return result
+    return check
 
 
 EDITS = {       # a network, a text of its source, and its replacement
@@ -515,11 +438,6 @@ EDITS = {       # a network, a text of its source, and its replacement
         "            y = layer(x)\n"
         "            x = x if isinstance(layer, nn.Dropout) else y\n"
         "        return x"),
-    "other rates in later passes": (
-        "dense", "return self.layers(x)",
-        "self.passes = getattr(self, 'passes', 0) + self.training\n"
-        "        self.layers[2].p = 0.25 if self.passes < 4 else 0.5\n"
-        "        return self.layers(x)"),
     "rates exchanged in later passes": (
         "dense", "return self.layers(x)",
         "self.passes = getattr(self, 'passes', 0) + self.training\n"
@@ -534,9 +452,8 @@ EDITS = {       # a network, a text of its source, and its replacement
         "                lambda g: vars(self.layers[2]).update(p=0.5))\n"
         "        return y"),
     "whole rows": ("dense", "nn.Dropout()", "nn.Dropout1d()"),
-    "other axes": ("axes", "axes=(1,)", "axes=(2,)"),
     "predictions too": ("axes", "axes=(1,)", "axes=(1,), always=True"),
-    "no change of axes": ("axes", "nn", "nn"),
+    "no change of dropout in predictions": ("always", "nn", "nn"),
     "computed again": (
         "axes", "return self.layers(x)",
         "from torch.utils.checkpoint import checkpoint\n"
@@ -546,71 +463,59 @@ EDITS = {       # a network, a text of its source, and its replacement
     "a batch norm of torch's": ("dense", "GluonBatchNorm(", "nn.BatchNorm1d("),
     "a clipped relu": ("dense", "nn.ReLU()", "nn.ReLU6()"),
     "another rate of an LSTM": ("lstm", "dropout=0.3", "dropout=0.4"),
+    "a weight of the last row": (
+        "forked", "    return net",
+        "    net.embedding.weight.data[8, 1] += 1e-6\n    return net"),
+    "a row that is not trained": (
+        "forked", "nn.Embedding(9, 4)", "nn.Embedding(9, 4, padding_idx=8)"),
+    "a slope": ("forked", "slope=0.25", "slope=0.2499"),
+    "outputs exchanged": (
+        "forked", "return self.linear((.*?)), self.linear2(",
+        "return self.linear2(\\1), self.linear("),
     "no change of a GRU": ("one", "nn", "nn")}
 
 
 @both
 @pytest.mark.parametrize("edit", EDITS)
-def test_a_check_of_an_edited_source(edit, dropping, tmp_path):
+def test_a_check_of_an_edited_source(edit, check_edited):
     """`--check-only` returns 0 if the edit changes no result, else 1, and
     names a changed dropout."""
     name, old, new = EDITS[edit]
-    file, arguments = write_source(
-        dropping[name], tmp_path,
-        "5x4" if name in ("lstm", "one", "axes") else "4")
-    pattern = "(.*?)".join(map(re.escape, old.split("(.*?)")))
-    text, count = re.subn(pattern, new, file.read_text(), count=1,
-                          flags=re.DOTALL)
-    assert count, f"the source has no {old}"
-    file.write_text(text)
-    result = command(*arguments, "--check-only")
+    result = check_edited(name, old, new)
     same = new == "nn" or edit == "computed again"
     assert result.exit_code == int(not same), result.output
     assert ("SAME (lock" in result.output) == same
     assert not same or "warning" not in result.output
     said = " ".join(result.output.split())
     assert ("drops out with" in said) == (
-        edit in ("rates exchanged", "whole rows", "other axes",
-                 "predictions too", "a rate less", "another rate of an LSTM",
-                 "other rates in later passes",
+        edit in ("rates exchanged", "whole rows", "predictions too",
+                 "a rate less", "another rate of an LSTM",
                  "rates exchanged in later passes",
                  "another rate after a backward pass"))
     assert ("is not used as" in said) == (edit == "a result that is not used")
-    assert "10 times as large" in result.output and file.read_text() == text
+    assert "10 times as large" in result.output
 
 
-@both
-@pytest.mark.parametrize("returned, received", [
-    ("y, y", "received 2 outputs ((4, 3), (4, 3)) against 1 output ((4, 3))"),
-    ("(y,)", "received 1 output in a tuple"),
-    ("y[:, :2]", "received 1 output ((4, 2)) against 1 output ((4, 3))"),
-    ("y, None", "received tuple of Tensor, NoneType")])
-def test_a_source_of_other_outputs(returned, received, dropping, tmp_path):
-    result = check_edited(
-        dropping["dense"], tmp_path, "return self.layers(x)",
-        f"y = self.layers(x)\n        return {returned}")
-    assert result.exit_code == 2, result.output
-    assert received in " ".join(result.output.split())
-
-
-@both
-@pytest.mark.parametrize("edit", [
-    "return self.layers(x) * (torch.rand(()) > 1e-6)",
-    "torch.manual_seed(0)\n        return self.layers(x)",
-    "with torch.random.fork_rng():\n            torch.manual_seed(0)\n"
-    "            return self.layers(x)"])
-def test_a_source_that_uses_a_random_stream(edit, dropping, tmp_path):
-    """A source that draws or sets a seed raises, though a draw changes one of
-    a million passes, and a seed gives all the same masks."""
-    result = check_edited(dropping["dense"], tmp_path,
-                          "return self.layers(x)", edit)
-    assert result.exit_code == 2, result.output
-    assert "takes numbers from a random stream" in " ".join(
-        result.output.split())
+RESULT = "return self.layers(x)"
+RANDOM = "takes numbers from a random stream"
 
 
 @both
 @pytest.mark.parametrize("old, new, said", [
+    # other outputs
+    (RESULT, "y = self.layers(x)\n        return y, y",
+     "received 2 outputs ((4, 3), (4, 3)) against 1 output ((4, 3))"),
+    (RESULT, "return (self.layers(x),)", "received 1 output in a tuple"),
+    (RESULT, RESULT + "[:, :2]",
+     "received 1 output ((4, 2)) against 1 output ((4, 3))"),
+    (RESULT, RESULT + ", None", "received tuple of Tensor, NoneType"),
+    # a draw changes one of a million passes, and a seed gives all the same
+    # masks
+    (RESULT, RESULT + " * (torch.rand(()) > 1e-6)", RANDOM),
+    (RESULT, "torch.manual_seed(0)\n        " + RESULT, RANDOM),
+    (RESULT, "with torch.random.fork_rng():\n            torch.manual_seed(0)"
+     "\n            " + RESULT, RANDOM),
+    # no network
     ("nn.Dropout(0.25),", "", "nn.Identity() takes the place"),
     ("    return net", "    return net.requires_grad_(False)", "all frozen"),
     ("    return net", "    return torch.compile(net)",
@@ -618,9 +523,9 @@ def test_a_source_that_uses_a_random_stream(edit, dropping, tmp_path):
     ("    def forward", "    @torch.compile\n    def forward",
      "without torch.compile"),
     ("class", "class class", "Correct it")])
-def test_an_edit_that_cannot_be_checked(old, new, said, dropping, tmp_path):
-    text = refused(check_edited(dropping["dense"], tmp_path, old, new))
-    assert "received" in text and said in text
+def test_an_edit_that_cannot_be_checked(old, new, said, check_edited):
+    text = refused(check_edited("dense", old, new))
+    assert "received" in text and said in " ".join(text.split())
 
 
 def test_a_path_with_a_null_character_is_refused():
@@ -635,16 +540,13 @@ def test_the_check_reads_the_pt2_file(damage, exported, tmp_path):
     and text in the file."""
     import torch
     file = tmp_path / "x.pt2"
-    arguments = ("convert", *exported, "-o", file, "--input", "5")
-    assert command(*arguments).exit_code == 0
+    net, _ = values(exported)
     if damage == "junk":
         file.write_bytes(b"no network")
     elif damage == "rows":
-        net, _ = values(exported)
         torch.export.save(torch.export.export(
             net.eval(), (torch.ones(3, 5),)), file)
     else:
-        net, _ = values(exported)
         with torch.no_grad(), mgpu.using_backend("torch"):
             for layer in net.modules():
                 if damage == "values" and hasattr(layer, "weight"):
@@ -653,15 +555,13 @@ def test_the_check_reads_the_pt2_file(damage, exported, tmp_path):
                         layer, torch.nn.ReLU):
                     layer.forward = torch.tanh
             mgpu.to_pt2(net, file, [np.ones((2, 5), "float32")])
-    result = command(*arguments, "--check-only")
-    if damage == "junk":
-        assert "expected a file of torch.export" in refused(result)
-    elif damage == "rows":
-        assert "dynamic first axis" in refused(result)
-    else:
-        assert result.exit_code == 1, result.output
-        assert ("initial value" if damage == "values"
-                else "predicts otherwise") in " ".join(result.output.split())
+    result = command("convert", *exported, "-o", file, "--input", "5",
+                     "--check-only")
+    assert result.exit_code == (2 if damage in ("junk", "rows") else 1)
+    assert {"junk": "expected a file of torch.export",
+            "rows": "dynamic first axis", "values": "initial value",
+            "function": "predicts otherwise"}[damage] in " ".join(
+                (result.output + result.stderr).split())
 
 
 @both
@@ -711,10 +611,8 @@ def test_input_files_are_not_overwritten(dropping, tmp_path):
             "convert", symbol, params, "-o", params, "--dtype", "float16",
             *ending))
     with mgpu.using_backend("torch"):
-        for path, said in ((symbol, "to read and"), (tmp_path / "net.json",
-                                                  r"a file \.py")):
-            with pytest.raises(ValueError, match=said):
-                mgpu.gluon_source(symbol, params, path)
+        with pytest.raises(ValueError, match="to read and"):
+            mgpu.gluon_source(symbol, params, symbol)
         (tmp_path / "folder").mkdir()
         with pytest.raises(IsADirectoryError):
             mgpu.gluon_source(symbol, params, tmp_path / "folder")
@@ -761,9 +659,7 @@ def test_arrays_of_another_network_are_refused(backend, exported, dropping,
     (lambda net, a, b: mgpu.gluon_source(a, b, "x.py", "no"), ValueError),
     (lambda net, a, b: mgpu.to_pt2(net, "x.pt2", None), TypeError),
     (lambda net, a, b: mgpu.to_pt2(net, "x.pt2", [1]), TypeError),
-    (lambda net, a, b: mgpu.to_pt2(net, "x.pt2", "abc"), TypeError),
-    (lambda net, a, b: mgpu.to_safetensors(net, "x.params"), ValueError),
-    (lambda net, a, b: mgpu.to_gluon_params(net, "x.pt2"), ValueError)])
+    (lambda net, a, b: mgpu.to_pt2(net, "x.pt2", "abc"), TypeError)])
 def test_wrong_arguments_of_conversions(call, error, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = files_in(FILES / "networks", "lstm")

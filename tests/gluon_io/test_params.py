@@ -1,15 +1,12 @@
 """`load_params` and `save_params` against MXNet 1.9.1, and without it.
 
-3,000 damaged files are read here, in a few seconds; ``python -m
+600 damaged files are read here, in a few seconds; ``python -m
 tests.gluon_io --mutations 100000`` tries more.
 """
 import io
 import json
 import os
 import struct
-import subprocess
-import sys
-import textwrap
 import zipfile
 
 import numpy as np
@@ -21,7 +18,7 @@ from mgpu.gluon_io import (CSR, RowSparse, UnreadableParams, load_params,
                            save_params)
 
 from . import samples
-from .mutations import FILES, TESTS, judge, memory_below, summary
+from .mutations import FILES, judge, memory_below, summary
 
 def reason(x):
     """The id of a case: bytes say nothing."""
@@ -43,20 +40,6 @@ def loaded(data, path):
 
 
 # -- with MXNet ---------------------------------------------------------------
-
-@live
-@pytest.mark.parametrize("variant", samples.PARAMS)
-def test_what_mxnet_writes(mx, path, variant):
-    """The same names in the same order, the same bits; written again, the
-    same bytes."""
-    samples.PARAMS[variant](mx, path)
-    found = load_params(path)
-    assert summary(found) == summary(samples.read_by_mxnet(mx, path))
-    before = bytes_of(path)
-    save_params(path, found,
-                numpy_shapes=b"\xca\xfa\x93\xf9" in before or None)
-    assert bytes_of(path) == before
-
 
 @live
 @pytest.mark.parametrize("dtype", samples.DTYPES)
@@ -102,32 +85,12 @@ def test_mxnet_loads_what_is_written_into_a_network(mx, path):
 
 
 @live
-@pytest.mark.parametrize("version", [0, 1])
-def test_old_versions(mx, path, version):
-    found = loaded(samples.old(version), path)
-    assert list(found) == list(samples.DTYPES[:7])
-    for name, x in found.items():
-        assert_bit_equal(x, samples.values(name, (2, 3), name))
-    assert summary(found) == summary(samples.read_by_mxnet(mx, path))
-
-
-@live
-def test_sparse_arrays_are_what_mxnet_makes_of_them(mx, path):
-    arrays = samples.sparse(mx)
-    mx.nd.save(path, arrays)
-    found = load_params(path)
-    assert [type(x) for x in found.values()] == [RowSparse, CSR] * 2
-    for name, x in found.items():
-        assert_bit_equal(x.to_dense(), arrays[name].asnumpy())
-
-
-@live
 def test_damaged_files(mx):
     """Each is refused, or read as MXNet reads it; none takes memory that its
     file does not have."""
-    refused, read, memory = judge(3000)
+    refused, read, memory = judge(600)
     assert [case for case in read if case[2] != case[3]] == []
-    assert refused > 2000 and len(read) > 150 and memory < 2
+    assert refused > 400 and len(read) > 30 and memory < 2
 
 
 # -- without MXNet ------------------------------------------------------------
@@ -136,9 +99,17 @@ EXPECTED = json.loads((FILES / "expected.json").read_text())
 GOLDEN = sorted(name for name in EXPECTED if name.endswith(".params"))
 
 
-def test_files_of_mxnet():
-    assert {name: json.loads(json.dumps(summary(load_params(FILES / name))))
-            for name in GOLDEN} == {name: EXPECTED[name] for name in GOLDEN}
+@pytest.mark.parametrize("name", GOLDEN)
+def test_files_of_mxnet(path, name):
+    """The same names in the same order, the same bits; written again, the
+    same bytes."""
+    found = load_params(FILES / name)
+    assert json.loads(json.dumps(summary(found))) == EXPECTED[name]
+    if not name.startswith("by-hand"):      # of versions that are not written
+        before = bytes_of(FILES / name)
+        save_params(path, found,
+                    numpy_shapes=b"\xca\xfa\x93\xf9" in before or None)
+        assert bytes_of(path) == before
 
 
 def test_all_files_are_expected():
@@ -157,24 +128,6 @@ def test_names_of_shared_parameters():
         name for name in twice if not name.startswith("0."))
     assert {name[:8] for name in load_params(FILES / "export.params")} == {
         "arg:net_", "aux:net_"}
-
-
-def test_no_framework_is_imported():
-    script = """
-        import sys
-        from pathlib import Path
-        from mgpu.gluon_io import load_params, load_trainer_states
-        for path in Path(sys.argv[1]).glob("*.params"):
-            load_params(path)
-        for path in Path(sys.argv[1]).glob("*.states"):
-            load_trainer_states(path)
-        print({"mxnet", "torch", "gluon_io"} & set(sys.modules))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(FILES)],
-        env={**os.environ, "PYTHONPATH": str(TESTS.parent)}, text=True,
-        capture_output=True, timeout=60)
-    assert done.stdout == "set()\n", done.stderr
 
 
 def test_a_large_array_is_mapped(path):

@@ -66,28 +66,14 @@ def test_a_momentum_that_was_set_to_0(training, optimizer):
 
 
 @live
-@pytest.mark.parametrize("optimizer", ["adam", "nadam"])
-def test_on_devices(training, devices, optimizer):
-    one = training("small", optimizer, steps=3)
-    assert lock_step(one, 2, devices, batch_norm="sync") < 1e-10
-
-
-@live
-@pytest.mark.parametrize("optimizer, store", [
-    ("sgd-momentum", True), ("adam", False)])
-def test_states_of_two_devices(training, devices, optimizer, store):
-    """Whoever updates them: the store, or each device by itself."""
-    one = training("few", optimizer, contexts=2, store=store, steps=3)
-    assert lock_step(one, 2, devices) < 1e-10
-
-
-@live
-@pytest.mark.parametrize("network, optimizer, steps", [
-    ("resnet18", "sgd-momentum", 2), ("lstm", "adam", 10), ("mlp", "adam", 10)
-])
-def test_many_steps_and_as_many_more(training, network, optimizer, steps):
-    one = training(network, optimizer, steps=steps)
-    assert lock_step(one, steps) < 1e-10
+@pytest.mark.parametrize("network, optimizer, begun", [
+    ("small", "adam", {}), ("small", "nadam", {}),
+    # whoever updates the states of two devices: the store, or each by itself
+    ("few", "sgd-momentum", {"contexts": 2, "store": True}),
+    ("few", "adam", {"contexts": 2, "store": False})])
+def test_on_devices(training, devices, network, optimizer, begun):
+    one = training(network, optimizer, steps=3, **begun)
+    assert lock_step(one, 1, devices, batch_norm="sync") < 1e-10
 
 
 @live
@@ -140,28 +126,14 @@ def test_copies_of_float16_parameters(tmp_path, optimizer):
 
 
 @live
-@pytest.mark.parametrize("engine, optimizer", [("torch", "nadam"),
-                                               ("mxnet", "adam")])
-def test_it_goes_on_alone(training, engine, optimizer):
-    """Several steps after one another."""
-    one = training("small", optimizer, steps=3)
-    files = one.save()
-    one.step(4)
-    expected = one.values()
-    with mgpu.using_backend(engine):
-        resumed = go_on(files)
-        for _ in range(4):
-            one_step(one, resumed)
-        assert difference(resumed.replicas, expected) < 1e-9
-        assert resumed.trainer.num_update == 7
-
-
-@live
-@pytest.mark.parametrize("network, engine", [
-    ("scaled", "mxnet"), ("scaled in symbols", "torch")])
-def test_nadam_moves_at_a_gamma_that_is_1(training, network, engine):
-    """Where MXNet updates it, in each later step too."""
-    one = training(network, "nadam", wd=0.0, steps=1)
+@pytest.mark.parametrize("engine, network, optimizer, frozen", [
+    ("mxnet", "small", "adam", 0),
+    # it moves at a gamma that is 1, where MXNet updates that
+    ("mxnet", "scaled", "nadam", 1), ("torch", "scaled in symbols", "nadam", 1)
+])
+def test_it_goes_on_alone(training, engine, network, optimizer, frozen):
+    """Two steps after one another."""
+    one = training(network, optimizer, wd=0.0, steps=1)
     files = one.save()
     one.step(2)
     expected = one.values()
@@ -170,8 +142,9 @@ def test_nadam_moves_at_a_gamma_that_is_1(training, network, engine):
         for _ in range(2):
             one_step(one, resumed)
         assert difference(resumed.replicas, expected) < 1e-10
-        assert len([p for p in resumed.replicas.params()
-                    if p.grad_req == "null"]) == 1
+        assert resumed.trainer.num_update == 3
+        assert frozen == len([p for p in resumed.replicas.params()
+                              if p.grad_req == "null"])
 
 
 @live
@@ -185,57 +158,47 @@ def test_nadam_on_devices_in_turn_is_refused(training):
         go_on(files)
 
 
+#: of a schedule; the optimiser, its options, and steps before the files
+SCHEDULES = [
+    ("FactorScheduler", {"step": 2}, "sgd", {"learning_rate": 0.25}, 3),
+    ("FactorScheduler", {"step": 1, "warmup_steps": 6}, "sgd", {}, 3),
+    ("MultiFactorScheduler", {"step": [1, 4]}, "sgd", {}, 3),
+    ("PolyScheduler", {"max_update": 8, "warmup_steps": 2}, "sgd",
+     {"learning_rate": 0.25}, 3),
+    ("PolyScheduler", {"max_update": 2, "final_lr": 2 ** -6}, "sgd", {}, 3),
+    ("CosineScheduler", {"max_update": 8, "final_lr": 2 ** -6}, "sgd", {}, 3),
+    # before the first update
+    ("FactorScheduler", {"step": 3}, "sgd", {"begin_num_update": 10}, 0),
+    ("MultiFactorScheduler", {"step": [4, 11]}, "sgd",
+     {"begin_num_update": 10}, 0),
+    # Ftrl has a rate besides, and AdaDelta asks for none
+    ("MultiFactorScheduler", {"step": [1, 3]}, "ftrl", {}, 0),
+    ("MultiFactorScheduler", {"step": [1, 3]}, "adadelta", {}, 3),
+    ("MultiFactorScheduler", {"step": [1, 3]}, "adadelta",
+     {"learning_rate": 0.25}, 0)]
+
+
 @live
-@pytest.mark.parametrize("name, arguments, options", [
-    ("FactorScheduler", {"step": 2, "factor": 0.5}, {"learning_rate": 0.25}),
-    ("FactorScheduler", {"step": 1, "factor": 0.5, "warmup_steps": 6}, {}),
-    ("MultiFactorScheduler", {"step": [1, 4], "factor": 0.5}, {}),
-    ("PolyScheduler", {"max_update": 8, "warmup_steps": 2},
-     {"learning_rate": 0.25}),
-    ("PolyScheduler", {"max_update": 2, "final_lr": 2 ** -6}, {}),
-    ("CosineScheduler", {"max_update": 8, "final_lr": 2 ** -6}, {})])
-def test_schedules_go_on(training, name, arguments, options):
-    """Their rates; weights where MXNet's float32 holds them."""
+@pytest.mark.parametrize("name, arguments, optimizer, options, steps",
+                         SCHEDULES)
+def test_schedules_go_on(training, name, arguments, optimizer, options,
+                         steps):
+    """Their rates, whether somebody has looked at them or not."""
+    if "Factor" in name:
+        arguments = {"factor": 0.5, **arguments}
+    if optimizer == "sgd":
+        options = {"learning_rate": None, **options}
     schedule = schedule_of(name, base_lr=0.5, **arguments)
-    one = training("distinct", "sgd", lr_scheduler=schedule, steps=3,
-                   **{"learning_rate": None, **options})
-    assert_rates(one.save(), schedule, 4)
-
-
-def assert_rates(files, schedule, begin, **options):
-    trainer = go_on(files, **options).trainer
-    assert [trainer.rate(n) for n in range(begin, begin + 8)] == [
-        schedule(n) for n in range(begin, begin + 8)]
-
-
-@live
-@pytest.mark.parametrize("name, step, asked", [
-    ("FactorScheduler", 3, False), ("MultiFactorScheduler", [4, 11], True)])
-def test_a_schedule_before_the_first_update(training, name, step, asked):
-    """With begin_num_update; whether somebody has looked at the rate or
-    not."""
-    schedule = schedule_of(name, step, 0.5, base_lr=0.125)
-    one = training("distinct", "sgd", lr_scheduler=schedule,
-                   learning_rate=None, begin_num_update=10)
-    at_start(one)
-    if asked:
-        assert one.trainer.learning_rate < 0.125
-    assert_rates(one.save(), schedule, 11, grad_req=one.requests())
-
-
-@live
-@pytest.mark.parametrize("optimizer, options, steps", [
-    ("ftrl", {}, 0), ("adadelta", {}, 3),
-    ("adadelta", {"learning_rate": 0.25}, 0)])
-def test_a_schedule_that_an_optimizer_does_not_set(training, optimizer,
-                                                   options, steps):
-    """Ftrl has a rate besides, and AdaDelta asks for none."""
-    schedule = schedule_of("MultiFactorScheduler", [1, 3], 0.5, base_lr=0.5)
     one = training("distinct", optimizer, lr_scheduler=schedule, steps=steps,
                    **options)
     if not steps:
         at_start(one)
-    assert_rates(one.save(), schedule, steps + 1, grad_req=one.requests())
+    if arguments.get("step") == [4, 11]:
+        assert one.trainer.learning_rate < 0.5
+    trainer = go_on(one.save(), grad_req=one.requests()).trainer
+    begin = steps + 1 + options.get("begin_num_update", 0)
+    assert [trainer.rate(n) for n in range(begin, begin + 8)] == [
+        schedule(n) for n in range(begin, begin + 8)]
 
 
 # -- what does not fit --------------------------------------------------------

@@ -149,43 +149,33 @@ def test_a_schedule_at_what_was_frozen(training, optimizer):
 
 
 @live
-@pytest.mark.parametrize("scale, rows", [(1.0, 8), (0.5, 16), (0.75, None)])
-def test_a_factor_of_gradients(training, scale, rows):
-    """The file has its quotient by the batch size."""
-    one = training("small", rescale_grad=scale, steps=2)
-    files = one.save()
+@pytest.mark.parametrize("scale, steps, rows", [
+    (1.0, 2, 8), (0.5, 2, 16), (0.75, 2, None),
+    # before the first step, none has divided it
+    (1.0, 0, None), (0.125, 0, 8)])
+def test_a_factor_of_gradients(training, scale, steps, rows):
+    """The file has its quotient by the batch size; the notes say what to
+    multiply the loss by, and then a step is that of MXNet."""
+    one = training("small", rescale_grad=scale, steps=steps)
+    if not steps:
+        at_start(one)
+    files, options = one.save(), {"grad_req": one.requests()}
     one.step()
-    if rows is None:
+    if not steps:
+        options["batch_size"] = rows
+    elif rows is None:
         with pytest.raises(ValueError, match="Pass batch_size="):
             go_on(files)
     else:
-        notes = go_on(files).notes
-        assert [x for x in notes if f"divided the sum of the gradients by "
-                f"{rows}. If that is not" in x]
-    check_factor(one, go_on(files, batch_size=8), scale)
-
-
-def check_factor(one, resumed, scale):
-    """The notes say what to multiply the loss by, and then a step is that of
-    `one`."""
+        assert [x for x in go_on(files).notes if "divided the sum of the "
+                f"gradients by {rows}. If that is not" in x]
+    resumed = go_on(files, **{"batch_size": 8, **options})
+    assert steps or not [x for x in resumed.notes if "last step" in x]
     assert bool([x for x in resumed.notes if f"each loss by {scale:g}"
                  in x]) == (scale != 1)
     ordinary = mgpu.losses.SoftmaxCrossEntropyLoss()
     one_step(one, resumed, lambda *x: scale * ordinary(*x))
     assert difference(resumed.replicas, one.values()) < 1e-10
-
-
-@live
-@pytest.mark.parametrize("scale, rows", [(1.0, None), (0.125, 8)])
-def test_a_factor_of_gradients_before_the_first_step(training, scale, rows):
-    """No step has divided it."""
-    one = training("small", rescale_grad=scale)
-    at_start(one)
-    files, requests = one.save(), one.requests()
-    one.step()
-    resumed = go_on(files, grad_req=requests, batch_size=rows)
-    assert not [x for x in resumed.notes if "last step" in x]
-    check_factor(one, resumed, scale)
 
 
 @live

@@ -1,17 +1,16 @@
 """The source that is written for a network of Gluon."""
-import importlib.util
 import itertools
 import json
 import re
 
-import numpy as np
 import pytest
 
 import mgpu
 from conftest import BACKENDS
-from gluon_io.conftest import export, files_in
+from gluon_io.conftest import export, files_in, imported
 from gluon_io.test_from_gluon import (  # noqa: F401
-    NETWORKS, exported, from_symbol)
+    NETWORKS, assert_same, exported, from_text, on)
+from gluon_io.grid import by_net
 
 if set(BACKENDS) < {"mxnet", "torch"}:
     pytest.skip("these compare two engines", allow_module_level=True)
@@ -30,20 +29,18 @@ def scrambled(exported, folder):  # noqa: F811
         f"{k[:4]}{names[k[4:]]}": x
         for k, x in load_params(exported.params).items()})
     exported.params = folder / "scrambled.params"
-
-
-def imported(path):
-    """The module that a source file is."""
-    spec = importlib.util.spec_from_file_location("net", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    exported.given = {names[k]: x for k, x in exported.given.items()}
 
 
 def written_of(folder, **options):
     """The module that is written for the files of `from_symbol`."""
     mgpu.gluon_source(*files_in(folder), folder / "net.py", **options)
     return imported(folder / "net.py")
+
+
+def trains(net):
+    return {net.gluon_names[key] for key, p in net.named_parameters()
+            if p.requires_grad}
 
 
 class Written:
@@ -71,11 +68,11 @@ def test_source_computes_as_from_gluon(exported, names, tmp_path):  # noqa: F811
         written = Written(exported, tmp_path)
         net = mgpu.from_gluon(exported.symbol, exported.params)
         assert set(written.names.values()) == set(net.gluon_names.values())
-        expected, found = exported.torch(net), exported.torch(written.net)
-        assert found.keys() == expected.keys()
-        for key, x in expected.items():
-            np.testing.assert_allclose(found[key], x, rtol=1e-12,
-                                       atol=1e-12 * abs(x).max(), err_msg=key)
+        for case in exported.predicting(), exported:
+            assert_same(by_net(case, written.net), by_net(case, net), 1e-12)
+        assert trains(written.net) == trains(net)
+        # shared arrays stay shared
+        assert len([*written.net.parameters()]) == len([*net.parameters()])
         assert max(map(len, written.text.splitlines())) <= 88
 
 
@@ -116,12 +113,7 @@ EXPRESSIONS = {
         ("torch", "nn")))), ids=EXPRESSIONS)
 def test_source_of_expressions(tmp_path, text, names):
     """Whatever the inputs are called."""
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        y = eval(text, {"F": mx.sym, "x": mx.sym.var(names[0]),
-                        "y": mx.sym.var(names[1])})
-        net = from_symbol(tmp_path, mx.sym.Group(y) if isinstance(y, tuple)
-                          else y, {})
+    net = from_text(tmp_path, text, x=names[0], y=names[1])
     with mgpu.using_backend("torch"):
         import torch
         module = written_of(tmp_path)
@@ -134,7 +126,7 @@ def test_source_of_expressions(tmp_path, text, names):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("exported", ["resnet18_v1"], indirect=True)
+@on("resnet18")
 @pytest.mark.parametrize("names", ["own", "scrambled"])
 def test_what_repeats_is_one_class(exported, names, tmp_path):  # noqa: F811
     """With a shortcut and without: a residual block, and the network."""
@@ -326,9 +318,7 @@ def test_lines_that_are_broken_say_the_same():
 
 @pytest.mark.parametrize("name", ['a"""; raise SystemExit; """b', "c\\N{x}'"])
 def test_the_name_of_a_file_is_no_code(tmp_path, name):
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        from_symbol(tmp_path, mx.sym.relu(mx.sym.var("x")), {})
+    from_text(tmp_path, "F.relu(x)")
     (tmp_path / "net-symbol.json").rename(tmp_path / f"{name}-symbol.json")
     with mgpu.using_backend("torch"):
         import torch
@@ -348,10 +338,7 @@ def test_the_name_of_a_file_is_no_code(tmp_path, name):
     ".reshape((4, 1, 12)), heads=2)"])
 def test_plain_source_of_functions_needs_no_mgpu(tmp_path, text):
     """A copy of what PyTorch has not; its nearest for the rest."""
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        net = from_symbol(tmp_path, eval(text, {
-            "F": mx.sym, "x": mx.sym.var("x")}), {})
+    net = from_text(tmp_path, text)
     with mgpu.using_backend("torch"):
         import torch
         module = written_of(tmp_path, plain=True)
@@ -371,36 +358,22 @@ def test_plain_source_of_fixed_statistics_is_refused(tmp_path):
     assert not (tmp_path / "net.py").exists()
 
 
-@pytest.mark.parametrize("exported", ["lenet"], indirect=True)
+@on("lenet")
 def test_plain_source_needs_no_mgpu(exported, tmp_path):  # noqa: F811
     """Predictions are the same; the difference is named."""
     with mgpu.using_backend("torch"):
         written = Written(exported, tmp_path, plain=True)
         net = mgpu.from_gluon(exported.symbol, exported.params)
-        np.testing.assert_array_equal(exported.torch(written.net)["y0"],
-                                      exported.torch(net)["y0"])
+        case = exported.predicting()
+        assert by_net(case, written.net) == by_net(case, net)
     assert "mgpu" not in written.text
     assert re.search(r"^# Gluon's running variance.*n / ", written.text, re.M)
 
 
-@pytest.mark.parametrize("exported", ["joined"], indirect=True)
-def test_shared_arrays_stay_shared(exported, tmp_path):  # noqa: F811
-    with mgpu.using_backend("torch"):
-        net = Written(exported, tmp_path).net
-    shared = [p for p in net.parameters() if tuple(p.shape) == (6, 6)]
-    assert len(shared) == 1
-
-
-@pytest.mark.parametrize("exported", ["lenet"], indirect=True)
+@on("lenet")
 def test_without_arrays_the_graph_must_know_sizes(
         exported, tmp_path):  # noqa: F811
     with mgpu.using_backend("torch"), pytest.raises(
             ValueError, match="Pass net-0000.params"):
         mgpu.gluon_source(exported.symbol, None, tmp_path / "net.py")
     assert not (tmp_path / "net.py").exists()
-
-
-def test_the_writer_is_torchs(tmp_path):
-    with mgpu.using_backend("mxnet"), pytest.raises(
-            NotImplementedError, match="has no gluon_source"):
-        mgpu.gluon_source("a", "b", tmp_path / "net.py")

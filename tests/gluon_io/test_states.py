@@ -58,7 +58,9 @@ def test_states_and_optimizer_of_a_saved_file(mx, path, variant):
     assert ours.state["_all_index_update_counts"] == \
         optimizer._all_index_update_counts
     if optimizer.lr_scheduler is not None:
-        assert ours.state["lr_scheduler"].state == vars(optimizer.lr_scheduler)
+        schedule = ours.state["lr_scheduler"]
+        assert schedule.state == vars(optimizer.lr_scheduler)
+        assert schedule.kind.endswith(type(optimizer.lr_scheduler).__name__)
     if variant.endswith("-float16"):
         # where the copy of a parameter is, as `TrainerStates` says
         at = int(variant.partition("-")[0] in ("sgd", "nag", "lars"))
@@ -71,17 +73,6 @@ def test_states_and_optimizer_of_a_saved_file(mx, path, variant):
 def test_every_optimizer_has_a_sample():
     assert {name.partition("-")[0] for name in samples.STATES} >= set(
         resuming.FAMILIES)
-
-
-@live
-def test_a_user_s_class_is_a_record(mx, path):
-    """Optimizer and schedule of classes outside of MXNet."""
-    samples.STATES["own"](mx, path)
-    optimizer = load_trainer_states(path).optimizer
-    assert repr(optimizer) == "<record of gluon_io.samples.OwnOptimizer>"
-    schedule = optimizer.state["lr_scheduler"]
-    assert schedule.kind.endswith(".OwnSchedule")
-    assert schedule.state["base_lr"] == 0.25
 
 
 @live
@@ -290,7 +281,7 @@ def test_damaged_files(path):
     """A damaged file is refused, or its states have keys of the right types;
     there is no other error."""
     refused = 0
-    for i in range(1500):
+    for i in range(500):
         data = mutation((FILES / GOLDEN[i % len(GOLDEN)]).read_bytes(), i)
         with memory_below(2 ** 20):
             try:
@@ -298,7 +289,7 @@ def test_damaged_files(path):
             except UnreadableParams:
                 kinds, refused = set(), refused + 1
         assert kinds <= {int, str}, f"mutation {i}"
-    assert 300 < refused < 1500
+    assert 100 < refused < 500
 
 
 @pytest.mark.parametrize("data, why", [

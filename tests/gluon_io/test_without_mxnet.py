@@ -1,15 +1,22 @@
-"""What MXNet 1.9.1 has left on disk, where MXNet is not installed: the tests
+"""What MXNet 1.9.1 has left on disk, where MXNet is not installed: the checks
 run in a process in which importing it fails. ``tests/files/gluon/make.py``
 makes the files, and what MXNet predicts with them, its gradients, and what its
 next step makes of the parameters."""
+import os
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+from click.testing import CliRunner
 
+import mgpu
 from conftest import BACKENDS
+from mgpu.cli import cli
 
-from .mutations import FILES
+from .conftest import imported
+from .mutations import FILES, TESTS
 
 FOLDER = FILES / "networks"
 #: how far numbers may be from MXNet's, relative to the largest of an array;
@@ -19,129 +26,113 @@ BARS = {"resnet": 1e-9, "lstm": 1e-9, "mixer": 1e-9, "module": 2e-6}
 pytestmark = pytest.mark.skipif("torch" not in BACKENDS,
                                 reason="PyTorch takes them over")
 
-START = f'''
-import sys
+
+class Stored:
+    """A network of MXNet's, and what it computes."""
+
+    def __init__(self, name):
+        module = name == "module"
+        prefix, epoch = FOLDER / name, "0002" if module else "0000"
+        self.files = f"{prefix}-symbol.json", f"{prefix}-{epoch}.params"
+        self.states = f"{prefix}-{epoch}.states" if module \
+            else f"{prefix}.states"
+        self.trace, self.bar = Path(f"{prefix}.trace"), BARS[name]
+        self.options = {"optimizer": "sgd", "optimizer_params": {
+            "learning_rate": 0.25, "momentum": 0.5, "begin_num_update": 2}} \
+            if module else {"order": "sorted"}
+        self.steps = dict(np.load(f"{prefix}-steps.npz"))
+        self.x, self.label = self.steps["x"], self.steps["label"]
+        if self.x.dtype.kind == "f":
+            self.x = self.x.astype("float32" if module else "float64")
+
+    def assert_near(self, found, key):
+        """By the largest of an array, or by a tenth of the largest of the
+        network: a bias before batch norm has a gradient of rounding alone."""
+        expected, kind = self.steps[key], key.partition(":")[0]
+        assert found.shape == expected.shape, key
+        size = max(abs(x).max() / (1 if name == key else 10)
+                   for name, x in self.steps.items()
+                   if name.partition(":")[0] == kind)
+        assert abs(found - expected).max() <= self.bar * size, key
 
 
-class Hides:
-    """As if it were not installed."""
-
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] == "mxnet":
-            raise ModuleNotFoundError(f"No module named {{name!r}}",
-                                      name=name)
-
-
-sys.meta_path.insert(0, Hides())
-import os, numpy as np, mgpu
-assert "mxnet" not in sys.modules
-mgpu.set_backend("torch")
-folder, name, bar = {str(FOLDER)!r}, sys.argv[1], float(sys.argv[2])
-os.makedirs(name)
-os.chdir(name)
-prefix = os.path.join(folder, name)
-epoch = "0002" if name == "module" else "0000"
-files = prefix + "-symbol.json", f"{{prefix}}-{{epoch}}.params"
-states = f"{{prefix}}-{{epoch}}.states" if name == "module" \\
-    else prefix + ".states"
-steps = dict(np.load(prefix + "-steps.npz"))
-x, label = steps["x"], steps["label"]
-kind = "float32" if name == "module" else "float64"
-if x.dtype.kind == "f":
-    x = x.astype(kind)
-
-
-def near(found, expected, of=()):
-    """By the largest of an array, or by a tenth of the largest `of` the
-    network: a bias before batch norm has a gradient of rounding alone."""
-    assert found.shape == expected.shape, (found.shape, expected.shape)
-    size = max([abs(expected).max(), *(abs(x).max() / 10 for x in of)])
-    assert abs(found - expected).max() <= bar * size, (
-        abs(found - expected).max(), size)
-'''
+def check_training(stored):
+    """It predicts as MXNet, and takes MXNet's next step, on one device and on
+    two."""
+    net = mgpu.from_gluon(*stored.files)
+    predict = mgpu.initialize(net, [mgpu.cpu(0)])[0]
+    stored.assert_near(mgpu.to_numpy(predict(mgpu.put(
+        stored.x, mgpu.cpu(0)))), "predicted")
+    for count in (1, 2):
+        devices = [mgpu.cpu(i) for i in range(count)]
+        replicas, trainer, _ = mgpu.resume_from_gluon(
+            *stored.files, stored.states, devices, batch_norm="sync",
+            **stored.options)
+        names = replicas.network.gluon_names()
+        mgpu.train_batch(stored.x, stored.label, replicas,
+                         mgpu.losses.SoftmaxCrossEntropyLoss(), trainer)
+        for p in replicas.params():
+            key = f"gradient:{names[p.name]}"
+            if key in stored.steps:
+                stored.assert_near(mgpu.to_numpy(p.grad()), key)
+        after = {f"after:{names[key]}": x for key, x in
+                 replicas.export_numpy().items() if key in names}
+        assert after.keys() == {key for key in stored.steps
+                                if key.startswith("after:")}
+        for key, x in after.items():
+            stored.assert_near(x, key)
 
 
-CODE = """
-net = mgpu.from_gluon(*files)
-replicas = mgpu.initialize(net, [mgpu.cpu(0)])
-predict = replicas([mgpu.put(x, mgpu.cpu(0))])[0]
-near(mgpu.to_numpy(predict), steps["predicted"])
+def check_commands(stored):
+    def run(*arguments, status=0):
+        done = CliRunner(env={"COLUMNS": "100"}).invoke(
+            cli, list(map(str, arguments)), prog_name="mgpu")
+        assert done.exit_code == status, (arguments, done.output)
+        return done.output
 
-more = {"optimizer": "sgd", "optimizer_params": {
-    "learning_rate": 0.25, "momentum": 0.5, "begin_num_update": 2}} \\
-    if name == "module" else {"order": "sorted"}
-gradients = [x for key, x in steps.items() if key.startswith("gradient:")]
-after = [x for key, x in steps.items() if key.startswith("after:")]
-for devices in [mgpu.cpu(0)], [mgpu.cpu(0), mgpu.cpu(1)]:
-    replicas, trainer, notes = mgpu.resume_from_gluon(
-        *files, states, devices, batch_norm="sync", **more)
-    names = replicas.network.gluon_names()
-    X, y = mgpu.split_batch(x, label, devices)
-    with mgpu.record():
-        losses = mgpu.parallel(mgpu.losses.SoftmaxCrossEntropyLoss(),
-                               replicas(X), y)
-    mgpu.backward(losses)
-    for p in replicas.params():
-        if "gradient:" + names[p.name] in steps:
-            near(mgpu.to_numpy(p.grad()),
-                 steps["gradient:" + names[p.name]], gradients)
-    trainer.step(len(x))
-    compared = 0
-    for key, value in replicas.export_numpy().items():
-        if key in names:
-            near(value, steps["after:" + names[key]], after)
-            compared += 1
-    assert compared == sum(key.startswith("after:") for key in steps)
-
-# the command line
-import importlib.util, torch
-from click.testing import CliRunner
-from mgpu.cli import cli
+    import torch
+    assert "Each has a rule on PyTorch." in run("inspect", *stored.files)
+    assert "arrays" in run("inspect", stored.states)
+    written = run("convert", *stored.files, "-o", "net.py", "--force")
+    weights = "net.pt" if "net.pt" in written else "net.safetensors"
+    net = imported("net.py").load(weights).eval()
+    stored.assert_near(net(torch.from_numpy(stored.x)).detach().numpy(),
+                       "predicted")
+    shape = "x".join(map(str, stored.x.shape[1:]))
+    assert "by --trace" in run(
+        "convert", *stored.files, "-o", "x.params", "--check", "--input",
+        shape + ":int64" * (stored.x.dtype.kind == "i"), status=2)
+    assert not os.path.exists("x.params")
+    if stored.trace.exists():
+        assert "SAME (lock-step)" in run(
+            "convert", *stored.files, "-o", "other.py", "--trace",
+            stored.trace, "--report", "page.html")
+        assert os.path.exists("page.html")
 
 
-def run(*arguments):
-    done = CliRunner(env={"COLUMNS": "100"}).invoke(
-        cli, list(arguments), prog_name="mgpu")
-    assert done.exit_code == 0, (arguments, done.output, done.exception)
-    return done.output
-
-
-assert "Each has a rule on PyTorch." in run("inspect", *files)
-assert "arrays" in run("inspect", states)
-shape = "x".join(map(str, x.shape[1:]))
-given = ["--input", shape + ":int64"] if x.dtype.kind == "i" else [
-    "--input", shape]
-
-run("convert", *files, "-o", "net.py")
-found = importlib.util.spec_from_file_location("net", "net.py")
-module = importlib.util.module_from_spec(found)
-found.loader.exec_module(module)
-weights = "net.safetensors" if os.path.exists("net.safetensors") else "net.pt"
-near(module.load(weights).eval()(torch.from_numpy(x)).detach().numpy(),
-     steps["predicted"])
-
-done = CliRunner().invoke(cli, ["convert", *files, "-o", "x.params", *given,
-                                "--check"])
-assert done.exit_code == 2 and "by --trace" in done.output, done.output
-assert not os.path.exists("x.params")
-if os.path.exists(prefix + ".trace"):
-    text = run("convert", *files, "-o", "other.py", "--trace",
-               prefix + ".trace", "--report", "page.html")
-    assert "SAME (lock-step)" in text and os.path.exists("page.html")
-"""
+def check_all():
+    """In the folder of the process."""
+    assert sys.modules["mxnet"] is None
+    with mgpu.using_backend("torch"):
+        for stored in map(Stored, BARS):
+            check_training(stored)
+            check_commands(stored)
 
 
 def test_it_predicts_trains_and_converts(tmp_path):
     """All networks in one process."""
-    program = f"""
-import os, sys
-for name, bar in {BARS!r}.items():
-    sys.argv[1:] = name, str(bar)
-    exec({START + CODE!r}, {{"__name__": "__main__"}})
-    os.chdir("..")
+    program = """
+import sys
+sys.modules["mxnet"] = None     # importing it raises
+from gluon_io import test_without_mxnet
+test_without_mxnet.check_all()
 """
-    done = subprocess.run([sys.executable, "-c", program], text=True,
-                          capture_output=True, timeout=400, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", program], text=True, capture_output=True,
+        timeout=400, cwd=tmp_path, env={
+            **os.environ, "MGPU_TEST_BACKENDS": "torch",
+            "PYTHONPATH": os.pathsep.join((str(TESTS), *filter(None,
+                                                               sys.path)))})
     assert done.returncode == 0, done.stdout + done.stderr
 
 

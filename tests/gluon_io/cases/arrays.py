@@ -8,11 +8,6 @@ def _beyond(n):
     return lambda rng, shape: rng.integers(-2, n + 3, shape).astype(float)
 
 
-def _inside(rng, shape):
-    """Numbers between -1 and 1."""
-    return rng.uniform(-0.9, 0.9, shape)
-
-
 def _more(rng, shape):
     """Numbers from 1.1 on."""
     return rng.uniform(1.1, 3, shape)
@@ -42,17 +37,18 @@ _POSITIVE = [(Input((2, 3), positive),) * 2,
              (Input((2, 3, 4), positive), Input((3, 1), positive))]
 _EQUAL = [(Input((3, 4), _few),) * 2, (Input((2, 3)), Input((3,)))]
 _ANY, _CUBE = [(Input((3, 4)),)], [(Input((2, 3, 4)),)]
-_ORDERS = ["equal", "not_equal", "greater", "greater_equal", "less",
-           "less_equal"]
+_ORDERS = "equal not_equal greater greater_equal less less_equal"
+_SPLIT, _TOPK = "_split_v2 _npi_split", "topk _npx_topk"
 _AXES = {"axis": [None, "None", 0, 1, -1, "(0, 2)", "(0, 1, 2)"]}
 
 
-def _reductions(op, **attributes):
+def _reductions(ops, **attributes):
     """Without the axes that are refused to keep."""
-    return [*grid(op, {**_AXES, "keepdims": [None, False], **attributes},
+    return [*grid(ops, {**_AXES, "keepdims": [None, False], **attributes},
                   _CUBE),
-            *grid(op, {"axis": [1, "(0, 2)"], "keepdims": [True],
-                       **attributes}, _CUBE)]
+            *grid(ops, {"axis": [1, "(0, 2)"], "keepdims": [True],
+                        **attributes}, _CUBE)]
+
 
 _CONSTANTS = [
     (f"{family}_{name}", own) for family in ("", "_npi") for name, own in (
@@ -74,54 +70,43 @@ _CONSTANTS = [
 
 
 CASES = [
-    *(case for name in ("add", "subtract", "multiply")
-      for case in grid(f"_npi_{name}", {}, _PAIRS)),
-    *(case for name in ("true_divide", "power", "hypot")
-      for case in grid(f"_npi_{name}", {}, _POSITIVE)),
-    *(case for name in ("maximum", "minimum")
-      for case in grid(f"_npi_{name}", {}, _EQUAL)),
-    *(case for name in _ORDERS for case in grid(f"_npi_{name}", {}, [
-        (_still(3, 4),) * 2, (_still(2, 3), _still(3))])),
-    *(case for name in _ORDERS for case in grid(
-        f"_npi_{name}_scalar", {"scalar": [0.0, 1], "is_int": [None, False]},
-        [(_still(3, 4),)])),
-    *(case for name in ("add", "subtract", "rsubtract", "multiply",
-                        "true_divide", "maximum", "minimum")
-      for case in grid(f"_npi_{name}_scalar", {
-          "scalar": [2.0, -0.3], "is_int": [None, False]}, _ANY)),
-    *(case for name in ("rtrue_divide", "power", "rpower")
-      for case in grid(f"_npi_{name}_scalar", {
-          "scalar": [2.0, 0.3], "is_int": [None, False]},
-          [(Input((3, 4), positive),)])),
+    *grid("_npi_add _npi_subtract _npi_multiply", {}, _PAIRS),
+    *grid("_npi_true_divide _npi_power _npi_hypot", {}, _POSITIVE),
+    *grid("_npi_maximum _npi_minimum", {}, _EQUAL),
+    *grid(_ORDERS, {}, [(_still(3, 4),) * 2, (_still(2, 3), _still(3))],
+          "_npi_{}"),
+    *grid(_ORDERS, {"scalar": [0.0, 1], "is_int": [None, False]},
+          [(_still(3, 4),)], "_npi_{}_scalar"),
+    *grid("add subtract rsubtract multiply true_divide maximum minimum",
+          {"scalar": [2.0, -0.3], "is_int": [None, False]}, _ANY,
+          "_npi_{}_scalar"),
+    *grid("rtrue_divide power rpower",
+          {"scalar": [2.0, 0.3], "is_int": [None, False]},
+          [(Input((3, 4), positive),)], "_npi_{}_scalar"),
     *grid("_npi_rpower_scalar", {"scalar": [-2.0], "is_int": [False]},
           [(_still(3, 4),)]),
-    *(case for name in ("maximum", "minimum") for case in grid(
-        f"_npi_{name}_scalar", {"scalar": [0, 1.0]}, [(Input((3, 4), _few),)
-                                                      ])),
-    *(case for name in ("abs", "absolute", "exp", "expm1", "square",
-                        "reciprocal", "negative", "sign", "floor", "ceil",
-                        "trunc", "fix", "sin", "cos", "tan", "arctan",
-                        "sinh", "cosh", "tanh", "arcsinh")
-      for case in grid(f"_npi_{name}", {}, _ANY)),
-    *(case for name in ("log", "log2", "log10", "log1p", "sqrt")
-      for case in grid(f"_npi_{name}", {}, [(Input((3, 4), positive),)])),
-    *(case for name in ("arcsin", "arccos", "arctanh")
-      for case in grid(f"_npi_{name}", {}, [(Input((3, 4), _inside),)])),
+    *grid("_npi_maximum_scalar _npi_minimum_scalar", {"scalar": [0, 1.0]},
+          [(Input((3, 4), _few),)]),
+    *grid("abs absolute exp expm1 square reciprocal negative sign floor ceil "
+          "trunc fix sin cos tan arctan sinh cosh tanh arcsinh", {}, _ANY,
+          "_npi_{}"),
+    *grid("log log2 log10 log1p sqrt", {}, [(Input((3, 4), positive),)],
+          "_npi_{}"),
+    *grid("arcsin arccos arctanh", {}, [(Input((3, 4), vision.inside),)],
+          "_npi_{}"),
     *grid("_npi_arccosh", {}, [(Input((3, 4), _more),)]),
-    *(case for name in ("relu", "sigmoid")
-      for case in grid(f"_npx_{name}", {}, _ANY)),
+    *grid("_npx_relu _npx_sigmoid", {}, _ANY),
     # which MXNet computes in float32
     *grid("_npx_erf", {}, _ANY, tolerance=1e-6),
-    *(case for name in ("logical_not", "isnan", "isinf", "isfinite")
-      for case in grid(f"_npi_{name}", {}, [(_still(3, 4),)])),
+    *grid("_npi_logical_not _npi_isnan _npi_isinf _npi_isfinite", {},
+          [(_still(3, 4),)]),
     *grid("_npi_where", {}, [
         (_still(3, 4), Input((3, 4)), Input((3, 4))),
         (_still(3, 1), Input((4,)), Input((2, 3, 4)))]),
     # MXNet's gradient is that of the other branch
-    *(case for side in "lr" for case in grid(
-        f"_npi_where_{side}scalar", {"scalar": [2.5]}, [
-            (_still(3, 4), Input((3, 4))), (_still(3, 1), Input((2, 3, 4)))],
-        train=False)),
+    *grid("_npi_where_lscalar _npi_where_rscalar", {"scalar": [2.5]},
+          [(_still(3, 4), Input((3, 4))), (_still(3, 1), Input((2, 3, 4)))],
+          train=False),
     *(case._replace(before=(("_npi_greater_scalar", {"scalar": "0.0"},
                              (0,)),), takes=(3, 1, 2))
       for case in grid("_npi_where", {}, [(_still(3, 4), Input((3, 4)),
@@ -150,25 +135,21 @@ CASES = [
     *grid("_npi_einsum", {"num_args": [1], "subscripts": ["ij->ji",
                                                           "ij->", "ij->j"]},
           _ANY),
-    *_reductions("_np_sum"), *_reductions("_npi_mean"),
-    *(case for op in ("std", "var") for case in _reductions(
-        f"_npi_{op}", ddof=[None, 1])),
-    *(case for op in ("_np_max", "_np_min", "_np_amax", "_np_amin")
-      for case in (*_reductions(op), *grid(op, {"axis": [None, 1]}, [
-          (Input((3, 4), _few),)]))),
+    *_reductions("_np_sum _npi_mean"),
+    *_reductions("_npi_std _npi_var", ddof=[None, 1]),
+    *_reductions("_np_max _np_min _np_amax _np_amin"),
+    *grid("_np_max _np_min _np_amax _np_amin", {"axis": [None, 1]},
+          [(Input((3, 4), _few),)]),
     *grid("_np_prod", {"axis": [None, 0, -1], "keepdims": [None, False]},
           _CUBE),
-    *(case for op in ("_npi_argmax", "_npi_argmin") for case in grid(
-        op, {"axis": [None, 0, 1, -1], "keepdims": [None, False]},
-        [(_still(2, 3, 4, draw=_inside),), (_still(2, 4, 5),)])),
-    *(case for op in ("_np_sum", "_npi_mean") for case in grid(
-        op, {"keepdims": [True], "axis": [None], "dtype": [None, "float64"]},
-        _CUBE)),
-    *(case for op in ("_np_all", "_np_any") for case in grid(
-        op, {"axis": [0, "(1, 2)"], "keepdims": [None, True]},
-        [(_still(2, 3, 4),)])),
-    *(case for op in ("_np_all", "_np_any")
-      for case in grid(op, {}, [(_still(2, 3),)])),
+    *grid("_npi_argmax _npi_argmin", {"axis": [None, 0, 1, -1],
+          "keepdims": [None, False]}, [(_still(2, 3, 4, draw=vision.inside),),
+          (_still(2, 4, 5),)]),
+    *grid("_np_sum _npi_mean", {"keepdims": [True], "axis": [None],
+          "dtype": [None, "float64"]}, _CUBE),
+    *grid("_np_all _np_any", {"axis": [0, "(1, 2)"], "keepdims": [None, True]},
+          [(_still(2, 3, 4),)]),
+    *grid("_np_all _np_any", {}, [(_still(2, 3),)]),
     *grid("_npi_diff", {"n": [None, 2], "axis": [None, 0, 1]}, _CUBE),
     *grid("_npi_rint", {}, [(_still(8, 4, draw=vision._halves),)]),
     *grid("_npi_around", {"decimals": [None, 0, 1, -1]},
@@ -223,44 +204,39 @@ CASES = [
     *grid("_npi_concatenate", {"num_args": [3],
                                "axis": [None, "None", 0, 1, -1]},
           [(Input((2, 3)),) * 3]),
-    *(case for name in ("vstack", "hstack", "dstack", "column_stack")
-      for case in grid(f"_npi_{name}", {"num_args": [2]}, [
-          (Input((2, 3)),) * 2, (Input((3,)),) * 2])),
+    *grid("_npi_vstack _npi_hstack _npi_dstack _npi_column_stack",
+          {"num_args": [2]}, [(Input((2, 3)),) * 2, (Input((3,)),) * 2]),
     *grid("_npi_stack", {"num_args": [2], "axis": [None, 0, 1, -1]},
           [(Input((2, 3)),) * 2]),
-    *(case for op in ("_split_v2", "_npi_split") for case in (
-        *grid(op, {"indices": ["[]"], "axis": [1, -1], "sections": [2],
+    *grid(_SPLIT, {"indices": ["[]"], "axis": [1, -1], "sections": [2],
                    "squeeze_axis": [False]}, [(Input((3, 4)),)], outputs=2),
-        *grid(op, {"indices": ["[0, 1, 3]"], "axis": [1], "sections": [0]},
-              [(Input((3, 4)),)], outputs=3),
-        *grid(op, {"indices": ["[]"], "axis": [0], "sections": [1]},
-              [(Input((3, 4)),)]),
-        # parts that are not equal, or empty
-        *grid(op, {"indices": ["[]"], "axis": [0, 1], "sections": [3]},
-              [(Input((5, 7)),)], outputs=3),
-        *grid(op, {"indices": ["[]"], "axis": [1], "sections": [3]},
-              [(Input((4, 2)),)], outputs=3, train=False))),
-    *(case for op in ("pick", "_npx_pick") for case in grid(
-        op, {"axis": [None, 1, -1], "keepdims": [None, True],
-             "mode": [None, "wrap"]},
-        [(Input((4, 3)), _still(4, draw=_beyond(3)))])),
+    *grid(_SPLIT, {"indices": ["[0, 1, 3]"], "axis": [1], "sections": [0]},
+          [(Input((3, 4)),)], outputs=3),
+    *grid(_SPLIT, {"indices": ["[]"], "axis": [0], "sections": [1]},
+          [(Input((3, 4)),)]),
+    # parts that are not equal, or empty
+    *grid(_SPLIT, {"indices": ["[]"], "axis": [0, 1], "sections": [3]},
+          [(Input((5, 7)),)], outputs=3),
+    *grid(_SPLIT, {"indices": ["[]"], "axis": [1], "sections": [3]},
+          [(Input((4, 2)),)], outputs=3, train=False),
+    *grid("pick _npx_pick", {"axis": [None, 1, -1], "keepdims": [None, True],
+                             "mode": [None, "wrap"]},
+          [(Input((4, 3)), _still(4, draw=_beyond(3)))]),
     *grid("pick", {"axis": [1]}, [
         (Input((2, 3, 4)), _still(2, 4, draw=below(3))),
         (Input((2, 3, 4)), _still(2, 1, 4, draw=below(3)))]),
-    *(case for op in ("one_hot", "_npx_one_hot") for case in grid(
-        op, {"depth": [3], "on_value": [None, 2], "off_value": [None, -1],
-             "dtype": [None, "float64"]}, [(_still(2, 3, draw=_beyond(3)),)])),
-    *(case for op in ("topk", "_npx_topk") for case in (
-        *grid(op, {"k": [None, 2], "axis": [None, 0, 1], "is_ascend": [
-            None, True], "ret_typ": [None, "indices"]},
-            [(_still(3, 4, draw=_inside),), (_still(4, 5),)]),
-        *grid(op, {"k": [2], "is_ascend": [None, True], "ret_typ": ["value"]},
-              [(Input((3, 4)),)]),
-        *grid(op, {"k": [2], "axis": [0], "ret_typ": ["both"]},
-              [(_still(3, 4, draw=_inside),)], outputs=2))),
-    *(case for op in ("_contrib_arange_like", "_npx_arange_like")
-      for case in grid(op, {"start": [None, 2], "step": [None, 0.5],
-                            "axis": [None, 1, -1]}, [(_still(3, 4),)])),
+    *grid("one_hot _npx_one_hot", {"depth": [3], "on_value": [None, 2],
+          "off_value": [None, -1], "dtype": [None, "float64"]},
+          [(_still(2, 3, draw=_beyond(3)),)]),
+    *grid(_TOPK, {"k": [None, 2], "axis": [None, 0, 1],
+                  "is_ascend": [None, True], "ret_typ": [None, "indices"]},
+          [(_still(3, 4, draw=vision.inside),), (_still(4, 5),)]),
+    *grid(_TOPK, {"k": [2], "is_ascend": [None, True], "ret_typ": ["value"]},
+          [(Input((3, 4)),)]),
+    *grid(_TOPK, {"k": [2], "axis": [0], "ret_typ": ["both"]},
+          [(_still(3, 4, draw=vision.inside),)], outputs=2),
+    *grid("_contrib_arange_like _npx_arange_like", {"start": [None, 2],
+          "step": [None, 0.5], "axis": [None, 1, -1]}, [(_still(3, 4),)]),
     *grid("_npi_clip", {"a_min": [-0.5], "a_max": [0.5, 1]}, _ANY),
     *grid("_npi_tile", {"reps": ["(2, 1, 1)", "(1, 2)", "(2, 1, 1, 1)"]},
           _CUBE),

@@ -11,7 +11,7 @@ def _of(rows):
     return lambda rng, shape: rng.integers(0, rows, shape).astype(float)
 
 
-def _inside(rng, shape):
+def inside(rng, shape):
     """Numbers between -0.9 and 0.9."""
     return rng.uniform(-0.9, 0.9, shape)
 
@@ -33,8 +33,7 @@ def _indices(*shape, low=-3, high=9, kept=""):
 
 
 def _each(names, *inputs, **options):
-    return [case for name in names.split()
-            for case in grid(name, {}, list(inputs), **options)]
+    return grid(names, {}, list(inputs), **options)
 
 
 def _weighted(*shapes):
@@ -56,23 +55,20 @@ ARITHMETIC = [
     *_each("broadcast_mod", (Input((6, 4)), Input((1, 4))),
            (Input((6, 4)), Input((6, 4), lambda rng, shape: rng.integers(
                -1, 2, shape), moves=False))),
-    *(case for op in ("_mod_scalar", "_rmod_scalar", "_npi_mod_scalar",
-                      "_npi_rmod_scalar")
-      for case in grid(op, {"scalar": [3.0, -3.0, 0.7, -1.5]},
-                       [(Input((6, 4), _not_zero),), (Input((3, 4)),)])),
+    *grid("_mod_scalar _rmod_scalar _npi_mod_scalar _npi_rmod_scalar",
+          {"scalar": [3.0, -3.0, 0.7, -1.5]}, [(Input((6, 4), _not_zero),),
+          (Input((3, 4)),)]),
     *_each("logical_not", (Input((3, 4), _of(2)),)),
     *_each("_logical_and _logical_or _logical_xor broadcast_logical_and "
            "broadcast_logical_or broadcast_logical_xor",
            (Input((5, 4), _of(2)), Input((5, 4), _of(2)))),
-    *(case for name in ("and", "or", "xor") for case in grid(
-        f"_logical_{name}_scalar", {"scalar": [0, 2.0]},
-        [(Input((3, 4), _of(2)),)])),
-    *(case for op in ("smooth_l1", "_npx_smooth_l1") for case in grid(
-        op, {"scalar": [None, 1.0, 2.0, 0.5]},
-        [(Input((5, 4)),), (Input((5, 4), _halves),)])),
+    *grid("_logical_and_scalar _logical_or_scalar _logical_xor_scalar",
+          {"scalar": [0, 2.0]}, [(Input((3, 4), _of(2)),)]),
+    *grid("smooth_l1 _npx_smooth_l1", {"scalar": [None, 1.0, 2.0, 0.5]},
+          [(Input((5, 4)),), (Input((5, 4), _halves),)]),
     *_each("log log2 log10 log1p sqrt rsqrt reciprocal",
            (Input((3, 4), positive),)),
-    *_each("arcsin arccos arctanh", (Input((3, 4), _inside),)),
+    *_each("arcsin arccos arctanh", (Input((3, 4), inside),)),
     # MXNet computes it in float32
     *_each("erf", (Input((3, 4)),), tolerance=1e-7),
     *_each("arccosh", (Input((3, 4), _above),)),
@@ -93,14 +89,12 @@ ARITHMETIC = [
            "broadcast_equal broadcast_not_equal broadcast_greater "
            "broadcast_greater_equal broadcast_lesser broadcast_lesser_equal",
            (Input((5, 6), _of(3)), Input((5, 6), _of(3)))),
-    *(case for op in ("plus", "minus", "rminus", "mul", "div", "rdiv",
-                      "maximum", "minimum")
-      for case in grid(f"_{op}_scalar", {"scalar": [1, 0.1, "-2.5"]},
-                       [(Input((3, 4), positive),)])),
-    *(case for op in ("maximum", "minimum", "equal", "not_equal", "greater",
-                      "greater_equal", "lesser", "lesser_equal")
-      for case in grid(f"_{op}_scalar", {"scalar": [1, None]},
-                       [(Input((3, 4), _of(3)),)])),
+    *grid("plus minus rminus mul div rdiv maximum minimum",
+          {"scalar": [1, 0.1, "-2.5"]}, [(Input((3, 4), positive),)],
+          "_{}_scalar"),
+    *grid("maximum minimum equal not_equal greater greater_equal lesser "
+          "lesser_equal", {"scalar": [1, None]}, [(Input((3, 4), _of(3)),)],
+          "_{}_scalar"),
     *grid("_power_scalar", {"scalar": [2, 0.5, -1, "0.1"]},
           [(Input((3, 4), positive),)]),
     *grid("_rpower_scalar", {"scalar": [2, 0.1]}, [(Input((3, 4)),)]),
@@ -114,9 +108,8 @@ ARITHMETIC = [
            (Input((3,), _of(2)), Input((3, 2, 4)), Input((3, 2, 4))),
            (Input((3,), _of(2), "arg", False), Input((3, 4)),
             Input((3, 4)))),
-    *(case for op in ("mul", "plus", "maximum", "greater") for case in grid(
-        f"_{op}_scalar", {"scalar": ["-1e+30", "inf"]},
-        [(Input((3, 4), positive),)])),
+    *grid("_mul_scalar _plus_scalar _maximum_scalar _greater_scalar",
+          {"scalar": ["-1e+30", "inf"]}, [(Input((3, 4), positive),)]),
     *grid("Cast", {"dtype": ["float32", "float64"]},
           [(Input((3, 4)),)]),
 ]
@@ -138,19 +131,17 @@ ACTIVATIONS = [
            # at the bounds
            (Input((8, 4), lambda rng, shape: rng.choice([-2.5, 2.5, 0.5],
                                                         shape)),)]),
-    *(case for op in ("softmax", "log_softmax", "softmin")
-      for case in grid(op, {"axis": [None, 1, 0, -2],
-                            "temperature": [None, 1.0, 2.5]},
-                       [(Input((2, 3, 4)),), (Input((2, 3)),)])),
+    *grid("softmax log_softmax softmin", {"axis": [None, 1, 0, -2],
+          "temperature": [None, 1.0, 2.5]},
+          [(Input((2, 3, 4)),), (Input((2, 3)),)]),
     *(case for axis, n in ((1, 4), (2, 3), (-1, 3)) for case in grid(
         "softmax", {"axis": [axis], "use_length": [True],
                     "temperature": [None, 2.5]}, [
             (Input((2, 3, 4)), Input((2, n), below(4), "", False,
                                      "int32"))])),
     # which MXNet computes in float32
-    *(case for op in ("softmax", "log_softmax") for case in grid(
-        op, {"dtype": ["float32", "float64"]}, [(Input((2, 3)),)],
-        tolerance=1e-6)),
+    *grid("softmax log_softmax", {"dtype": ["float32", "float64"]},
+          [(Input((2, 3)),)], tolerance=1e-6),
     *grid("SoftmaxActivation", {"mode": ["channel"]}, [
         (Input((2, 3, 4)),), (Input((2, 3, 2, 2)),)],
         dtype="float32", tolerance=1e-6),      # MXNet has no other
@@ -162,8 +153,8 @@ NORMS = [
           [(Input((2, 3, 4)),), (Input((2, 3, 2, 2)),)]),
     # MXNet has these two in float32 alone. It adds up the gradient of a bias
     # number by number there: twice the tolerance of the others.
-    *grid("LRN", {"nsize": [1, 3, 5], "alpha": [None, 0.5],
-                  "beta": [None, 0.5], "knorm": [None, 1]},
+    *grid("LRN", {"nsize": [1, 5], "alpha": [None, 0.5], "beta": [None, 0.5],
+                  "knorm": [None, 1]},
           [(Input((2, 6, 3, 2)),)], dtype="float32", tolerance=1e-6),
     *grid("InstanceNorm", {"eps": [None, 1e-5, 0.1]},
           [_weighted((2, 3, 4), (3,), (3,)),
@@ -176,10 +167,10 @@ IMAGES = [
         "output_size": [None, 1, "(1,)", 2, "(3, 4)", "(4, 2)"]},
         [(_IMAGE,)]),
     *grid("_contrib_BilinearResize2D", {
-        "height": [3, 6, 11, 1], "width": [5, 8, 1],
+        "height": [3, 6, 11, 1], "width": [8],
         "align_corners": [None, True, False]}, [(_IMAGE,)]),
     *grid("_contrib_BilinearResize2D", {
-        "height": [3, 11, 1], "width": [5, 8], "align_corners": [True, False]},
+        "height": [3, 11], "width": [8], "align_corners": [True, False]},
         [(_IMAGE,)], dtype="float32", tolerance=1e-6),
     *grid("UpSampling", {"scale": [1, 2, 3], "sample_type": ["nearest"],
                          "num_args": [1]}, [(_IMAGE,)]),
@@ -308,10 +299,8 @@ PARTS = [
 
 _CUBE = [(Input((2, 3, 4)),)]
 REDUCTIONS = [
-    *(case for op in ("sum", "mean", "max", "min")
-      for case in grid(op, {"axis": [0, 1, -1, "(1, 2)", "(0,)", "(-1, 0)"],
-                            "keepdims": [None, False, True]},
-                       [(Input((2, 3, 4)),)])),
+    *grid("sum mean max min", {"axis": [0, 1, -1, "(1, 2)", "(0,)", "(-1, 0)"],
+          "keepdims": [None, False, True]}, [(Input((2, 3, 4)),)]),
     *(case for op in ("sum", "mean", "max", "min")
       for case in [*grid(op, {"axis": [None, "()", "None"]},
                          [(Input((2, 3, 4)),), (Input((4,)),)]),
@@ -322,8 +311,7 @@ REDUCTIONS = [
       for case in [*grid(op, {"axis": [0]}, [(Input((4,)),)]),
                    *grid(op, {"axis": ["(0, 1)"]}, [(Input((3, 4)),)])]),
     *grid("argmax", {"axis": [0, -1]}, [(Input((4,)),)]),
-    *(case for op in ("sum", "mean", "max", "min", "nansum", "norm")
-      for case in grid(op, {"keepdims": [True]}, _CUBE)),
+    *grid("sum mean max min nansum norm", {"keepdims": [True]}, _CUBE),
     *(case for op in ("sum", "mean", "max", "prod", "nansum")
       for case in grid(op, {"axis": [1, "(0, 2)", "(-1, -2)"],
                             "exclude": [True], "keepdims": [None, True]},
@@ -334,20 +322,16 @@ REDUCTIONS = [
           [(Input((2, 3, 4), lambda rng, shape: np.where(
               rng.random(shape) < 0.3, np.nan, rng.normal(size=shape))),)]),
     *grid("argmin", {"axis": [0, 1, -1], "keepdims": [None, True]}, _CUBE),
-    *(case for op in ("argmin", "argmax")
-      for case in grid(op, {}, [(Input((5, 6), _of(3)),), (Input((4,)),)])),
+    *grid("argmin argmax", {}, [(Input((5, 6), _of(3)),), (Input((4,)),)]),
     *grid("argmin", {"axis": [0, 1]}, [(Input((5, 6), _of(3)),)]),
-    *(case for op in ("sort", "_npi_sort") for case in grid(
-        op, {"axis": [0, 1, -1], "is_ascend": [None, False]}, [
-            (Input((5, 6)),)])),
-    *(case for op in ("argsort", "_npi_argsort") for case in grid(
-        op, {"axis": [0, -1], "is_ascend": [None, False],
-             "dtype": [None, "int64"]}, [
-            (Input((5, 6), moves=False),),
-            (Input((5, 6), _of(3), moves=False),)])),
+    *grid("sort _npi_sort", {"axis": [0, 1, -1], "is_ascend": [None, False]},
+          [(Input((5, 6)),)]),
+    *grid("argsort _npi_argsort", {"axis": [0, -1], "is_ascend": [None, False],
+          "dtype": [None, "int64"]},
+          [(Input((5, 6), moves=False),),
+           (Input((5, 6), _of(3), moves=False),)]),
     # the largest several times
-    *(case for op in ("max", "min", "argmax")
-      for case in grid(op, {"axis": [0, 1]}, [(Input((5, 6), _of(3)),)])),
+    *grid("max min argmax", {"axis": [0, 1]}, [(Input((5, 6), _of(3)),)]),
     *grid("norm", {"ord": [None, 1, 2], "axis": [None, 1, "(1, 2)"],
                    "keepdims": [None, False]}, [(Input((2, 3, 4)),)]),
     *grid("norm", {"axis": [1], "keepdims": [True]}, [(Input((2, 3, 4)),)]),

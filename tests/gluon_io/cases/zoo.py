@@ -19,14 +19,6 @@ def _channels_last(shape):
     return (Input(shape), *_batch_norm((0, *c))[1:])
 
 
-def _only_padding(a):
-    """Whether the last window of an average has nothing: MXNet divides by 0
-    there, and the layer refuses it."""
-    return a["pool_type"] == "avg" and "pad" in a \
-        and a.get("pooling_convention") == "full" and a["kernel"] == "(2, 2)" \
-        and a.get("stride") == "(2, 2)"
-
-
 CASES = [
     *grid("Convolution", {"kernel": ["(3,)"], "num_filter": [4],
                           "stride": [None, "(2,)"], "pad": [None, "(1,)"],
@@ -52,8 +44,8 @@ CASES = [
           [_layer((2, 3, 4), (3, 4)), _layer((2, 5), (3, 5))]),
     *(case._replace(train=train)
       for case in grid("BatchNorm", {
-          "eps": [None, 1e-5, 0.5], "momentum": [None, 0.75],
-          "fix_gamma": [None, True, False], "axis": [None, 1]},
+          "eps": [None, 0.5], "momentum": [None, 0.75],
+          "fix_gamma": [None, False], "axis": [None, 1]},
           [_batch_norm((4, 3)), _batch_norm((3, 2, 4, 2))])
       for train in (True, False)),
     *(case._replace(train=train)
@@ -71,12 +63,12 @@ CASES = [
     *grid("Dropout", {"p": [0.5], "axes": ["(1,)"]}, [(Input((2, 3)),)],
           train=False),
     *grid("Dropout", {"p": [0.5]}, [(Input((2, 3)),)], train=False),
-    *(case for case in grid("Pooling", {
-        "kernel": ["(3, 2)", "(2, 2)"], "pool_type": ["max", "avg"],
+    *grid("Pooling", {
+        "kernel": ["(3, 2)"], "pool_type": ["max", "avg"],
         "stride": [None, "(2, 2)", "(1, 2)"], "pad": [None, "(1, 1)"],
         "count_include_pad": [None, True, False],
         "pooling_convention": [None, "valid", "full"]},
-        [(Input((2, 3, 7, 8)),)]) if not _only_padding(case.attributes)),
+        [(Input((2, 3, 8, 8)),)]),
     # MXNet has it in float32 alone
     *(case._replace(train=train) for case in grid(
         "_contrib_SyncBatchNorm", {
