@@ -659,7 +659,10 @@ def test_arrays_of_another_network_are_refused(backend, exported, dropping,
     (lambda net, a, b: mgpu.gluon_source(a, b, "x.py", "no"), ValueError),
     (lambda net, a, b: mgpu.to_pt2(net, "x.pt2", None), TypeError),
     (lambda net, a, b: mgpu.to_pt2(net, "x.pt2", [1]), TypeError),
-    (lambda net, a, b: mgpu.to_pt2(net, "x.pt2", "abc"), TypeError)])
+    (lambda net, a, b: mgpu.to_pt2(net, "x.pt2", "abc"), TypeError),
+    (lambda net, a, b: mgpu.to_safetensors(net, "x.params"), ValueError),
+    (lambda net, a, b: mgpu.to_gluon_params(net, "x.pt2"), ValueError),
+    (lambda net, a, b: mgpu.gluon_source(a, b, "net.json"), ValueError)])
 def test_wrong_arguments_of_conversions(call, error, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = files_in(FILES / "networks", "lstm")
