@@ -408,14 +408,13 @@ def noisy(place):
 
 
 @pytest.mark.parametrize("mode, other, dropout", [
-    ("constant", "replicate", 0.5), ("constant", "reflect", 0.0),
-    ("constant", "circular", 0.5), ("first", "last", 0.0)])
+    ("constant", "replicate", 0.5), ("replicate", "constant", 0.5),
+    ("reflect", "constant", 0.0), ("first", "last", 0.0)])
 def test_zeros_of_padding_are_no_dropped_elements(mode, other, dropout):
-    for sides in ((mode, other), (other, mode)):
-        result = compared(*(padded(own, dropout) for own in sides), IMAGES,
-                          {})
-        assert result.verdict == "different"
-        assert result.causes == []
+    result = compared(padded(mode, dropout), padded(other, dropout), IMAGES,
+                      {})
+    assert result.verdict == "different"
+    assert result.causes == []
 
 
 def test_next_to_a_mask_not_everything_is_an_activation():
