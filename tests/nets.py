@@ -107,15 +107,16 @@ def gated(engine):
     return Net()
 
 
-def dense_norm(engine, epsilon=1e-5, columns=5):
+def dense_norm(engine, epsilon=1e-5, columns=5, units=8):
     """Rows of so many numbers in 3 classes: dense, batch norm, dense."""
     if engine == "mxnet":
         return gluon(lambda nn: [
-            nn.Dense(8, in_units=columns), nn.BatchNorm(
-                in_channels=8, epsilon=epsilon), nn.Dense(3, in_units=8)])()
+            nn.Dense(units, in_units=columns), nn.BatchNorm(
+                in_channels=units, epsilon=epsilon),
+            nn.Dense(3, in_units=units)])()
     return torch(lambda nn: [
-        nn.Linear(columns, 8), nn.BatchNorm1d(8, epsilon),
-        nn.Linear(8, 3)])()
+        nn.Linear(columns, units), nn.BatchNorm1d(units, epsilon),
+        nn.Linear(units, 3)])()
 
 
 # -- networks of named parts --------------------------------------------------
@@ -139,19 +140,27 @@ def torch_block(parts, forward):
 
 
 def gluon_block(parts, forward):
-    """The same in Gluon; ``forward(net, F, x)``."""
+    """The same in Gluon; ``forward(net, F, x)``. A part may be an array, which
+    becomes a constant, or the options of a parameter: `forward` gets their
+    values by name."""
     def make():
         with mgpu.using_backend("mxnet"):
+            from mxnet import nd
             from mxnet.gluon import nn
 
         class Net(nn.HybridBlock):
             def __init__(self):
                 super().__init__()
-                for name, layer in parts(nn).items():
-                    setattr(self, name, layer)
+                for name, part in parts(nn).items():
+                    if isinstance(part, np.ndarray):
+                        part = self.params.get_constant(
+                            name, nd.array(part, dtype=part.dtype))
+                    elif isinstance(part, dict):
+                        part = self.params.get(name, **part)
+                    setattr(self, name, part)
 
-            def hybrid_forward(self, F, x):
-                return forward(self, F, x)
+            def hybrid_forward(self, F, x, **values):
+                return forward(self, F, x, **values)
         return Net()
     return make
 

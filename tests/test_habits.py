@@ -113,15 +113,3 @@ def test_each_word_has_a_row():
     assert [word for word in WORDS if word not in text] == []
     assert len(TABLE) == len(re.findall(r"^\| .* \| .* \|$", text, re.M)) - 3
     assert {engines for _, engines, _ in TABLE} <= {"both", "mxnet", "torch"}
-
-
-def test_a_row_that_is_wrong_is_found(tmp_path):
-    """The test above can fail: a word that is not there, and one that works
-    where the page says that it is refused."""
-    cell = "replicas.no_such_name()"
-    with pytest.raises(AttributeError):
-        test_a_word_works_or_is_refused_by_name(
-            cell, "both", "Works.", "torch", tmp_path)
-    with pytest.raises(pytest.fail.Exception):
-        test_a_word_works_or_is_refused_by_name(
-            "replicas.params()", "both", "Refused: `x`.", "torch", tmp_path)

@@ -10,13 +10,7 @@ import math
 
 from nets import gluon, gluon_block, torch, torch_block
 
-# -- 1: digits ----------------------------------------------------------------
-
-lenet_gluon = gluon(lambda nn: [
-    nn.Conv2D(4, 3, activation="relu"), nn.MaxPool2D(2, 2),
-    nn.Conv2D(6, 3, activation="relu"), nn.MaxPool2D(2, 2),
-    nn.Flatten(), nn.Dense(16, activation="relu"), nn.Dense(4)])
-
+# -- 1: digits, by convolutional networks of nets.py --------------------------
 
 def digits_gluon(net):
     from mxnet import autograd, gluon
@@ -31,12 +25,6 @@ def digits_gluon(net):
         trainer.step(x.shape[0])
         return loss
     return step, [trainer]
-
-
-lenet_torch = torch(lambda nn: [
-    nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2),
-    nn.Conv2d(4, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-    nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 4)])
 
 
 def digits_torch(net):
@@ -287,25 +275,15 @@ layer_gluon = gluon_block(lambda nn: {
     transform)
 
 
-def encoder_gluon():
-    from mxnet.gluon import nn
+def encode(net, F, x, place):
+    x = net.layers(F.broadcast_add(net.embed(x) * math.sqrt(WIDTH), place))
+    return net.classes(F.mean(x, axis=1))
 
-    class Encoder(nn.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.embed = nn.Embedding(13, WIDTH)
-                self.place = self.params.get(
-                    "place", shape=(1, LENGTH, WIDTH))
-                self.layers = nn.HybridSequential()
-                self.layers.add(layer_gluon())
-                self.classes = nn.Dense(3, in_units=WIDTH)
 
-        def hybrid_forward(self, F, x, place):
-            x = self.embed(x) * math.sqrt(WIDTH)
-            x = self.layers(F.broadcast_add(x, place))
-            return self.classes(F.mean(x, axis=1))
-    return Encoder()
+encoder_gluon = gluon_block(lambda nn: {
+    "embed": nn.Embedding(13, WIDTH), "place": {"shape": (1, LENGTH, WIDTH)},
+    "layers": gluon(lambda nn: [layer_gluon()])(),
+    "classes": nn.Dense(3, in_units=WIDTH)}, encode)
 
 
 def sentences_gluon(net):

@@ -1,36 +1,27 @@
 """Networks that add tables of their own to the input, in Gluon and in
 torch."""
-import mgpu
-from nets import torch_block
+from nets import gluon_block, torch_block
 
 
 def in_gluon(tables, kind="constant", use="broadcast_add", freeze=False):
     """Adds tables to the input. "null": parameters without a gradient."""
+    def null(value):
+        import mxnet as mx
+        return {"shape": value.shape, "grad_req": "null",
+                "init": mx.init.Constant(mx.nd.array(value, dtype="float64"))}
+
+    def forward(net, F, x, **given):
+        for name in tables:
+            x = F.tanh(getattr(F, use)(x, F.reshape(
+                given[name], (1, -1, 6))))
+        return net.out(F.mean(net.hidden(x), axis=1))
+
     def make():
-        with mgpu.using_backend("mxnet"):
-            import mxnet as mx
-            from mxnet.gluon import nn
-
-        class Net(nn.HybridBlock):
-            def __init__(self):
-                super().__init__()
-                for name, value in tables.items():
-                    value = mx.nd.array(value, dtype="float64")
-                    with self.name_scope():
-                        setattr(self, name, self.params.get_constant(
-                            name, value) if kind == "constant" else
-                            self.params.get(
-                                name, shape=value.shape, grad_req="null",
-                                init=mx.init.Constant(value)))
-                self.hidden = nn.Dense(6, in_units=6, flatten=False)
-                self.out = nn.Dense(3, in_units=6)
-
-            def hybrid_forward(self, F, x, **given):
-                for name in tables:
-                    x = F.tanh(getattr(F, use)(x, F.reshape(
-                        given[name], (1, -1, 6))))
-                return self.out(F.mean(self.hidden(x), axis=1))
-        net = Net()
+        net = gluon_block(lambda nn: {
+            **(tables if kind == "constant" else {
+                name: null(value) for name, value in tables.items()}),
+            "hidden": nn.Dense(6, in_units=6, flatten=False),
+            "out": nn.Dense(3, in_units=6)}, forward)()
         if freeze:
             net.hidden.collect_params().setattr("grad_req", "null")
         return net

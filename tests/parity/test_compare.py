@@ -208,144 +208,127 @@ def convolved(**options):
 
 adaptive = torch_of(lambda nn: [nn.AdaptiveAvgPool2d(4), nn.Flatten(),
                                 nn.Linear(16, 3)])
-relu, relu6 = activated("ReLU"), activated("ReLU6")
+relu6 = activated("ReLU6")
 fused = gluon_of(lambda nn: [nn.Conv2D(3, 3, activation="relu"),
                              nn.MaxPool2D(6), nn.Flatten(), nn.Dense(3)])
 
 
-def alike(name, one, two, words=None):
-    """A function of Gluon and one of torch that give the same here."""
-    def forward(net, x):
-        import torch
-        return net.b(two(torch, net.a(x.flatten(1))))
-    return pytest.param(
-        gluon_block(lambda nn: {"a": nn.Dense(6), "b": nn.Dense(3)},
-                    lambda net, F, x: net.b(one(F, net.a(x)))),
-        torch_block(lambda nn: {"a": nn.Linear(64, 6), "b": nn.Linear(6, 3)},
-                    forward), words, id=name)
+def options_are_named(one, two, words, strict=True, **options):
+    """Options that differ, in these words or not at all, are a difference
+    where the comparison is strict; no number differs."""
+    result = parity.compare(one, two, batches=pictures(), strict=strict,
+                            **options)
+    assert result.verdict == (
+        "different" if strict and words else "same"), str(result)
+    assert [g for g in result.gaps if g.status == "different"] == []
+    named = result.coverage["options"]
+    assert len(named) == (words is not None), result
+    for text in named:
+        assert words in text
+        assert f"warning: not reached by this data: {text}" in str(result)
 
 
 @pytest.mark.parametrize("one, two, words", [
-    alike("silu", lambda F, x: x * F.sigmoid(x),
-          lambda t, x: t.nn.functional.silu(x)),
-    alike("gelu", lambda F, x: 0.5 * x * (1 + F.tanh(
-        (2 / np.pi) ** 0.5 * (x + 0.044715 * x * x * x))),
-        lambda t, x: t.nn.functional.gelu(x, approximate="tanh")),
-    alike("tanh", lambda F, x: F.tanh(x), lambda t, x: 2 * t.sigmoid(
-        2 * x) - 1),
-    alike("hardswish", lambda F, x: x * F.clip(x + 3, 0, 6) / 6,
-          lambda t, x: t.nn.functional.hardswish(x)),
-    alike("module", lambda F, x: x * F.sigmoid(x),
-          lambda t, x: t.nn.SiLU()(x)),
-    alike("relu6", lambda F, x: F.clip(x, 0, 6),
-          lambda t, x: t.nn.functional.relu6(x)),
-    alike("clamp", lambda F, x: F.clip(x, -50, 20),
-          lambda t, x: t.nn.functional.hardtanh(x, -50, 20)),
-    # mistakes
-    alike("relu for relu6", lambda F, x: F.clip(x, 0, 6),
-          lambda t, x: t.relu(x), "relu6 and relu"),
-    alike("relu6 for relu", lambda F, x: F.relu(x),
-          lambda t, x: x.clamp(0, 6), "relu and relu6"),
-    alike("another bound", lambda F, x: F.clip(x, 0, 20),
-          lambda t, x: t.clamp(x, min=0, max=25),
-          "clip with high 20.0 and 25.0"),
-    alike("no bound", lambda F, x: F.clip(x, 0, 20),
-          lambda t, x: x.clamp_min(0), "clip (low 0.0, high 20.0) and relu"),
-    alike("hardtanh", lambda F, x: F.clip(x, 0, 20),
-          lambda t, x: t.nn.Hardtanh(0, 25)(x), "high 20.0 and 25.0")])
-def test_functions_that_agree_on_this_data(
-        one, two, words):
-    """The verdict is "same"; options that other data would reach are named,
-    and are a difference if `strict`."""
-    options_are_named(one, two, words)
+    (pooled(), pooled(ceil_mode=True), "ceil False and True"),
+    (pooled(), adaptive, "adaptive_avg_pool (size 4)"),
+    (fused, relu6, "relu and relu6"),
+    (fused, activated("ReLU"), None),
+    # no effect for any data
+    (convolved(kernel_size=1), convolved(kernel_size=1, dilation=2), None),
+    (convolved(kernel_size=3, padding=1),
+     convolved(kernel_size=3, padding="same"), None),
+    (pooled(), pooled(count_include_pad=False), None)],
+    ids=["ceil", "adaptive", "fused", "fused_alike", "dilation", "same",
+         "count_include_pad"])
+def test_options_that_no_data_reaches_are_named(one, two, words, devices):
+    """Options without effect on any data are not named."""
+    for strict in (True, False)[:1 if words is None else 2]:
+        options_are_named(one, two, words, strict, devices=devices)
 
 
-def options_are_named(one, two, words, **options):
-    """Options that differ, in these words or not at all, are a difference
-    where the comparison is strict; no number differs."""
-    for strict in (False, True):
-        result = parity.compare(one, two, batches=pictures(), strict=strict,
-                                **options)
-        assert result.verdict == (
-            "different" if strict and words else "same"), str(result)
-        assert [g for g in result.gaps if g.status == "different"] == []
-        named = result.coverage["options"]
-        assert len(named) == (words is not None), result
-        for text in named:
-            assert words in text
-            assert f"warning: not reached by this data: {text}" in str(result)
-
-
-def named(name, layer):
-    """A layer whose class has this name, whatever it computes."""
-    type(layer).__name__ = type(layer).__qualname__ = name
-    return layer
-
-
-def in_blocks(name, one, two, words=None, block="own"):
-    """As `alike`, in layers of their own; `block`: how Gluon's is made."""
-    def ported(x):
-        import torch
-        return two(torch, x)
-    return pytest.param(
-        gluon_of(lambda nn: [
-            nn.Conv2D(3, 3, in_channels=1), nn.HybridLambda(one)
-            if block == "lambda" else named("RELU6", gluon_block(
-                lambda nn: {}, lambda net, F, x: one(F, x))()),
-            nn.Flatten(), nn.Dense(3)]),
-        torch_of(lambda nn: [
-            nn.Conv2d(1, 3, 3), named("ReLU6", torch_layer(ported))
-            if callable(two) else getattr(nn, two)(), nn.Flatten(),
-            nn.LazyLinear(3)]),
-        words, id=f"{name}-{block}")
+def silu(F, x):
+    return x * F.sigmoid(x)
 
 
 def clip6(F, x):
     return F.clip(x, 0, 6)
 
 
-def full(F, x, kind="full"):
-    return F.Pooling(x, kernel=(2, 2), stride=(2, 2), pool_type="max",
-                     pooling_convention=kind)
+def hardswish(F, x):
+    return x * F.clip(x + 3, 0, 6) / 6
 
 
 @pytest.mark.parametrize("one, two, words", [
-    in_blocks("right", clip6, "ReLU6"),
-    in_blocks("right", clip6, lambda t, x: t.clamp(x, 0, 6), block="lambda"),
-    in_blocks("hardswish", lambda F, x: x * F.clip(x + 3, 0, 6) / 6,
-              "Hardswish"),
-    in_blocks("silu", lambda F, x: x * F.sigmoid(x), "SiLU"),
+    (silu, lambda F, x: F.silu(x), None),
+    (lambda F, x: 0.5 * x * (1 + F.tanh(
+        (2 / np.pi) ** 0.5 * (x + 0.044715 * x * x * x))),
+     lambda F, x: F.gelu(x, approximate="tanh"), None),
+    (hardswish, lambda F, x: F.hardswish(x), None),
+    (clip6, lambda F, x: F.relu6(x), None),
+    (lambda F, x: F.clip(x, -50, 20), lambda F, x: F.hardtanh(x, -50, 20),
+     None),
     # mistakes
-    in_blocks("relu", clip6, "ReLU", "relu6 and relu"),
-    in_blocks("relu", clip6, "ReLU", "relu6 and relu", "lambda"),
-    in_blocks("function", clip6, lambda t, x: t.relu(x), "relu6 and relu"),
-    in_blocks("parts", lambda F, x: x * F.clip(x + 9, 0, 60),
-              lambda t, x: x * t.relu(x + 9),
-              "clip (low 0.0, high 60.0) and relu"),
-    in_blocks("ceil", full, lambda t, x: t.nn.functional.max_pool2d(x, 2),
-              "ceil True and False")])
+    (clip6, lambda F, x: F.relu(x), "relu6 and relu"),
+    (lambda F, x: F.relu(x), lambda F, x: x.clamp(0, 6), "relu and relu6"),
+    (lambda F, x: F.clip(x, 0, 20), lambda F, x: x.clamp(min=0, max=25),
+     "clip with high 20.0 and 25.0"),
+    (lambda F, x: F.clip(x, 0, 20), lambda F, x: x.clamp_min(0),
+     "clip (low 0.0, high 20.0) and relu")],
+    ids=["silu", "gelu", "hardswish", "relu6", "clamp", "relu for relu6",
+         "relu6 for relu", "another bound", "no bound"])
+def test_functions_that_agree_on_this_data(one, two, words):
+    """The verdict is "same"; options that other data would reach are named,
+    and are a difference if `strict`."""
+    def forward(net, x):
+        from torch.nn import functional
+        return net.b(two(functional, net.a(x.flatten(1))))
+    options_are_named(
+        gluon_block(lambda nn: {"a": nn.Dense(6), "b": nn.Dense(3)},
+                    lambda net, F, x: net.b(one(F, net.a(x)))),
+        torch_block(lambda nn: {"a": nn.Linear(64, 6), "b": nn.Linear(6, 3)},
+                    forward), words)
+
+
+def of_class(name, layer):
+    """A layer whose class has this name, whatever it computes."""
+    type(layer).__name__ = type(layer).__qualname__ = name
+    return layer
+
+
+def full(F, x):
+    return F.Pooling(x, kernel=(2, 2), stride=(2, 2), pool_type="max",
+                     pooling_convention="full")
+
+
+@pytest.mark.parametrize("one, two, words", [
+    (clip6, "ReLU6", None),
+    (silu, "SiLU", None),
+    # mistakes
+    (clip6, "ReLU", "relu6 and relu"),
+    (clip6, lambda F, x: F.relu(x), "relu6 and relu"),
+    (lambda F, x: x * F.clip(x + 9, 0, 60), lambda F, x: x * F.relu(x + 9),
+     "clip (low 0.0, high 60.0) and relu"),
+    (full, lambda F, x: F.max_pool2d(x, 2), "ceil True and False")],
+    ids=["right", "silu", "relu", "function", "parts", "ceil"])
 def test_functions_in_custom_layers_that_agree_on_this_data(one, two, words):
     """Functions in a layer of the user's class, or in a lambda, are compared
     as those of the network's forward."""
-    options_are_named(one, two, words)
-
-
-@pytest.mark.parametrize("one, two, words", [
-    (pooled(), pooled(ceil_mode=True), "ceil False and True"),
-    (pooled(), adaptive, "adaptive_avg_pool (size 4)"),
-    (relu, relu6, "relu and relu6"),
-    (fused, relu6, "relu and relu6"),
-    (fused, relu, None),
-    # no effect for any data
-    (convolved(kernel_size=1), convolved(kernel_size=1, dilation=2), None),
-    (convolved(kernel_size=3, padding=1),
-     convolved(kernel_size=3, padding="same"), None),
-    (pooled(), pooled(count_include_pad=False), None)],
-    ids=["ceil", "adaptive", "relu6", "fused", "fused_alike", "dilation",
-         "same", "count_include_pad"])
-def test_options_that_no_data_reaches_are_named(one, two, words, devices):
-    """Options without effect on any data are not named."""
-    options_are_named(one, two, words, devices=devices)
+    def ported(nn):
+        if isinstance(two, str):
+            return getattr(nn, two)()
+        return of_class("ReLU6", torch_layer(
+            lambda x: two(nn.functional, x)))
+    blocks = [lambda nn: of_class("RELU6", gluon_block(
+        lambda nn: {}, lambda net, F, x: one(F, x))())]
+    if isinstance(two, str):
+        blocks.append(lambda nn: nn.HybridLambda(one))
+    for block in blocks:
+        options_are_named(
+            gluon_of(lambda nn, block=block: [
+                nn.Conv2D(3, 3, in_channels=1), block(nn), nn.Flatten(),
+                nn.Dense(3)]),
+            torch_of(lambda nn: [nn.Conv2d(1, 3, 3), ported(nn),
+                                 nn.Flatten(), nn.LazyLinear(3)]), words)
 
 
 PLAIN = {"numpy": np.random.rand, "python": random.random,
@@ -489,28 +472,15 @@ def test_rounding_is_told_from_a_difference():
     assert min(g.own for g in result.gaps if g.status == "rounding") > 0
 
 
-def indexed_gluon():
-    """Of whole numbers in floats: ids in the input, and an order of columns
-    in a constant."""
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        from mxnet.gluon import nn
-
-    class Indexed(nn.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.embed = nn.Embedding(7, 4)
-                self.hidden = nn.Dense(5, in_units=4)
-                self.norm = nn.BatchNorm(in_channels=5)
-                self.out = nn.Dense(3, in_units=5)
-                self.order = self.params.get_constant(
-                    "order", mx.nd.array([2, 0, 1, 3]))
-
-        def hybrid_forward(self, F, x, order):
-            h = F.take(F.mean(self.embed(x), axis=1), order, axis=1)
-            return self.out(F.tanh(self.norm(self.hidden(h))))
-    return Indexed()
+#: of whole numbers in floats: ids in the input, and an order of columns in a
+#: constant
+indexed_gluon = gluon_block(
+    lambda nn: {
+        "embed": nn.Embedding(7, 4), "hidden": nn.Dense(5, in_units=4),
+        "norm": nn.BatchNorm(in_channels=5), "out": nn.Dense(3, in_units=5),
+        "order": np.array([2, 0, 1, 3], "float32")},
+    lambda net, F, x, order: net.out(F.tanh(net.norm(net.hidden(F.take(
+        F.mean(net.embed(x), axis=1), order, axis=1))))))
 
 
 def indexed_torch():
@@ -602,20 +572,29 @@ def test_a_jump_is_no_rounding(kind):
         assert fault.first.stage == "gradient"
 
 
-def towers(engine, exchanged=False):
+def towers(engine, exchanged=False, names=("left", "right")):
     """Two layers of one shape, which may be used in each other's place."""
     base, dense = bricks(SimpleNamespace(name=engine))
 
     class Towers(base):
         def __init__(self):
             super().__init__()
-            self.left, self.right = dense(6, 3), dense(6, 3)
+            for name in names:
+                setattr(self, name, dense(6, 3))
 
         def forward(self, x):
-            left, right = (self.right, self.left) if exchanged \
-                else (self.left, self.right)
-            return left(x) ** 2 + right(x)
+            left, right = (getattr(self, name)(x) for name
+                           in names[::-1 if exchanged else 1])
+            return left ** 2 + right
     return Towers()
+
+
+def halves(exchanged):
+    """The same as halves of one layer."""
+    def forward(net, x):
+        left, right = net.both(x).chunk(2, 1)[::-1 if exchanged else 1]
+        return left ** 2 + right
+    return torch_block(lambda nn: {"both": nn.Linear(6, 6)}, forward)()
 
 
 def test_layers_with_each_others_names_are_noted(backend):
@@ -635,29 +614,15 @@ def test_layers_with_each_others_names_are_noted(backend):
         for one, other in (("left", "right"), ("right", "left"))})
 
 
-def renamed_towers(style, exchanged=False):
-    """The same with other names, or in one layer whose halves they are."""
-    def forward(net, x):
-        if style == "fused":
-            left, right = net.both(x).chunk(2, 1)[::-1 if exchanged else 1]
-        else:
-            left, right = (layer(x) for layer in (
-                (net.y, net.x) if exchanged else (net.x, net.y)))
-        return left ** 2 + right
-    return torch_block(lambda nn: {"both": nn.Linear(6, 6)}
-                       if style == "fused" else {
-        "x": nn.Linear(6, 3), "y": nn.Linear(6, 3)}, forward)()
-
-
-@pytest.mark.parametrize("style", ["named", "fused"])
+@pytest.mark.parametrize("make", [
+    partial(towers, "torch", names="xy"), halves], ids=["named", "fused"])
 def test_layers_in_each_others_place_are_noted_whatever_their_names(
-        style, backend):
+        make, backend):
     """Two layers of equal shape, each of which b uses in the other's place,
     give one note."""
     for exchanged in (False, True):
         found = parity.compare(
-            lambda: towers(backend.name),
-            lambda exchanged=exchanged: renamed_towers(style, exchanged),
+            lambda: towers(backend.name), partial(make, exchanged=exchanged),
             batches=vectors(6))
         assert found.same
         assert len([note for note in found.notes if "in this order" in note]

@@ -61,11 +61,10 @@ def fused(activation, slope=None):
 @pytest.mark.parametrize("activation, function, path, words", [
     ("relu", lambda t: t.nn.functional.relu, "2", "epsilon 1e-05 on a"),
     ("relu", lambda t: lambda x: x.relu_(), "2", "epsilon 1e-05 on a"),
-    ("softrelu", lambda t: t.nn.functional.softplus, "2", "epsilon 1e-05"),
     ("tanh", lambda t: t.tanh, "2", "epsilon 1e-05 on a"),
     ("relu", lambda t: t.tanh, "0", "applies relu, b (torch) tanh"),
     ("relu", lambda t: lambda x: x, "0", "b (torch) no activation")],
-    ids=["function", "in place", "softplus", "tanh", "another", "none"])
+    ids=["function", "in place", "tanh", "another", "none"])
 def test_functions_between_layers_are_seen(activation, function, path, words):
     """An activation inside a layer of Gluon's, a function on torch."""
     result = compared(fused(activation), between(function), ROWS, {})
@@ -74,56 +73,53 @@ def test_functions_between_layers_are_seen(activation, function, path, words):
 
 
 def calls(function):
-    """On each engine, a network that calls ``function(F)`` between layers."""
-    def on_torch(net, x):
-        import torch
-        return net.b(function(torch)(net.a(x)).flatten(1))
-    return {"mxnet": gluon_block(
+    """A Gluon network that calls ``function(F, x)`` between its layers."""
+    return gluon_block(
         lambda nn: {"a": nn.Conv2D(4, 3, in_channels=2),
                     "b": nn.Dense(3, in_units=144)},
-        lambda net, F, x: net.b(function(F)(net.a(x)))),
-        "torch": torch_block(lambda nn: {
-            "a": nn.Conv2d(2, 4, 3), "b": nn.Linear(144, 3)}, on_torch)}
+        lambda net, F, x: net.b(function(F, net.a(x))))
+
+
+def calls_port(function):
+    """The same in torch: ``function(nn.functional, x)``."""
+    def forward(net, x):
+        from torch.nn import functional
+        return net.b(function(functional, net.a(x)).flatten(1))
+    return torch_block(lambda nn: {
+        "a": nn.Conv2d(2, 4, 3), "b": nn.Linear(144, 3)}, forward)
 
 
 @pytest.mark.parametrize("one, other, kind, words", [
-    (lambda F: lambda x: F.LeakyReLU(x, act_type="leaky", slope=0.125),
-     lambda t: lambda x: t.nn.functional.leaky_relu(x, 0.5),
+    (lambda F, x: F.LeakyReLU(x, act_type="leaky", slope=0.125),
+     lambda F, x: F.leaky_relu(x, 0.5),
      "leaky_relu", "slope 0.125 on a (mxnet), 0.5 on b (torch)"),
-    (lambda F: lambda x: F.LeakyReLU(x, act_type="elu", slope=0.5),
-     lambda t: lambda x: t.nn.functional.elu(x),
-     "elu", "alpha 0.5 on a (mxnet), 1 on b (torch)"),
-    (lambda F: lambda x: F.LeakyReLU(x, act_type="gelu"),
-     lambda t: lambda x: t.nn.functional.gelu(x, approximate="tanh"),
+    (lambda F, x: F.LeakyReLU(x, act_type="elu", slope=0.5),
+     lambda F, x: F.elu(x), "elu", "alpha 0.5 on a (mxnet), 1 on b (torch)"),
+    (lambda F, x: F.LeakyReLU(x, act_type="gelu"),
+     lambda F, x: F.gelu(x, approximate="tanh"),
      "gelu", "applies gelu, b (torch) gelu with tanh"),
-    (lambda F: lambda x: F.softmax(x, axis=1),
-     lambda t: lambda x: t.softmax(x, 3),
+    (lambda F, x: F.softmax(x, axis=1), lambda F, x: F.softmax(x, 3),
      "softmax", "along axis 1 on a (mxnet), 3 on b (torch)"),
-    (lambda F: lambda x: F.Pooling(x, kernel=(3, 3), pool_type="avg",
-                                   pad=(1, 1)),
-     lambda t: lambda x: t.nn.functional.avg_pool2d(
-         x, 3, 1, padding=1, count_include_pad=False),
+    (lambda F, x: F.Pooling(x, kernel=(3, 3), pool_type="avg", pad=(1, 1)),
+     lambda F, x: F.avg_pool2d(x, 3, 1, padding=1, count_include_pad=False),
      "avg_pool", "count in the mean on a (mxnet)"),
-    (lambda F: lambda x: F.Pooling(x, kernel=(3, 3), pool_type="max",
-                                   pad=(1, 1)),
-     lambda t: lambda x: t.nn.functional.avg_pool2d(x, 3, 1, padding=1),
+    (lambda F, x: F.Pooling(x, kernel=(3, 3), pool_type="max", pad=(1, 1)),
+     lambda F, x: F.avg_pool2d(x, 3, 1, padding=1),
      "max_pool", "max_pool on a (mxnet) and avg_pool on b"),
-    (lambda F: lambda x: F.contrib.BilinearResize2D(
+    (lambda F, x: F.contrib.BilinearResize2D(
         F.slice(x, (0, 0, 0, 0), (None, None, 3, 3)), height=6, width=6),
-     lambda t: lambda x: t.nn.functional.interpolate(
-         x[:, :, :3, :3], size=6, mode="bilinear"),
+     lambda F, x: F.interpolate(x[:, :, :3, :3], size=6, mode="bilinear"),
      "upsample", "align_corners=True on a (mxnet), bilinear with"),
-    (lambda F: lambda x: F.clip(32 * x, 0, 6),
-     lambda t: lambda x: (32 * x).relu(),
+    (lambda F, x: F.clip(32 * x, 0, 6), lambda F, x: F.relu(32 * x),
      "relu6", "applies relu6, b (torch) relu"),
-    (lambda F: lambda x: F.clip(32 * x, -1, 6),
-     lambda t: lambda x: t.nn.functional.hardtanh(32 * x, -1, 2),
+    (lambda F, x: F.clip(32 * x, -1, 6),
+     lambda F, x: F.hardtanh(32 * x, -1, 2),
      "clip", "high is 6.0 on a (mxnet) and 2.0 on b (torch)")],
     ids=["slope", "alpha", "gelu", "axis", "padding", "kind", "corners",
          "relu6", "clip"])
 def test_the_options_of_functions_between_layers_are_known(
         one, other, kind, words):
-    a, b = calls(one)["mxnet"], calls(other)["torch"]
+    a, b = calls(one), calls_port(other)
     # so large that MXNet's float32 in GELU is small against the fault
     images = [(16 * X, y) for X, y in IMAGES]
     result = compared(a, b, images, {})
@@ -131,8 +127,6 @@ def test_the_options_of_functions_between_layers_are_known(
     assert words in str(result.causes[0]), result
     swapped = compared(b, a, images, {})
     assert swapped.location["b"]["path"] == f"F.{kind} after a", swapped
-    for net in (a, b):
-        assert compared(net, net, IMAGES, {}).same
 
 
 def test_inputs_that_a_layer_overwrites_are_those_that_it_got():
@@ -247,11 +241,10 @@ def test_updates_by_rules_of_whole_weights_are_explained(own, other, cause):
         nn.Dense(3, in_units=200, use_bias=False)]), torch_(lambda nn: [
             nn.Linear(6, 200, bias=False), nn.Tanh(),
             nn.Linear(200, 3, bias=False)]))
-    same, found = (parity.compare(*(
+    found = parity.compare(*(
         Side(net, optimizer=name, optimizer_params=options)
-        for net, (name, options) in zip(nets, pair)), batches=ROWS[:2])
-        for pair in ((own, own), (own, other)))
-    assert same.verdict == "same", same
+        for net, (name, options) in zip(nets, (own, other))),
+        batches=ROWS[:2])
     assert [c.name for c in found.causes] == [cause], found
 
 
@@ -310,8 +303,7 @@ def test_one_fault_is_one():
         assert result.further == [], result
 
 
-@pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
-def test_the_float32_of_mxnet_is_no_further_fault(swapped):
+def test_the_float32_of_mxnet_is_no_further_fault():
     """It is not looked for where something differs before."""
     one = gluon(lambda nn: [
         nn.Dense(6, in_units=6), nn.BatchNorm(in_channels=6),
@@ -320,8 +312,7 @@ def test_the_float32_of_mxnet_is_no_further_fault(swapped):
     two = torch_(lambda nn: [
         nn.Linear(6, 6), nn.BatchNorm1d(6, eps=1e-3), nn.LeakyReLU(0.3),
         nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 3)])
-    result = parity.compare(*[one, two][::-1 if swapped else 1],
-                            batches=ROWS)
+    result = parity.compare(two, one, batches=ROWS)
     assert result.causes[0].name == "normalisation epsilon"
     assert result.further == [], result
 
@@ -417,14 +408,13 @@ def noisy(place):
 
 
 @pytest.mark.parametrize("mode, other, dropout", [
-    ("constant", "replicate", 0.5), ("constant", "reflect", 0.0),
-    ("constant", "circular", 0.5), ("first", "last", 0.0)])
+    ("constant", "replicate", 0.5), ("replicate", "constant", 0.5),
+    ("reflect", "constant", 0.0), ("first", "last", 0.0)])
 def test_zeros_of_padding_are_no_dropped_elements(mode, other, dropout):
-    for sides in ((mode, other), (other, mode)):
-        result = compared(*(padded(own, dropout) for own in sides), IMAGES,
-                          {})
-        assert result.verdict == "different"
-        assert result.causes == []
+    result = compared(padded(mode, dropout), padded(other, dropout), IMAGES,
+                      {})
+    assert result.verdict == "different"
+    assert result.causes == []
 
 
 def test_next_to_a_mask_not_everything_is_an_activation():
@@ -458,12 +448,10 @@ def test_two_faults_at_once_are_both_named():
 @pytest.mark.parametrize("devices, rows", ((1, N), (2, 6)))
 def test_clipped_gradients(devices, rows, monkeypatch):
     """Also where sums and means over equal shards are in one proportion."""
-    def clip(columns, right):
-        right(columns)
-        for column in columns:
-            for copy in column:
-                copy.clamp_(-0.5, 0.5)
-    patch_sum(monkeypatch, "torch", clip)
+    def clip(sums, devices):
+        for gradient in sums:
+            gradient.clamp_(-0.5, 0.5)
+    patch_sum(monkeypatch, clip)
     result = compared(dense_g(), dense_t(), [
         (X[:rows], y[:rows]) for X, y in ROWS], {"devices": devices})
     assert [c.name for c in result.causes] == ["gradient clipping"]

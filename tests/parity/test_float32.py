@@ -127,29 +127,24 @@ def layered_g(make, *behind):
 
 
 def layered_t(make, *behind):
-    """The same, with a layer or a function of torch."""
-    def layers(nn):
-        import torch
-        made = make(torch)
-        return [nn.Flatten(), nn.Linear(64, 6),
-                made if isinstance(made, nn.Module) else torch_layer(made),
-                nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3),
-                *(f(nn) for f in behind)]
-    return torch_of(layers)
+    """The same in torch."""
+    return torch_of(lambda nn: [
+        nn.Flatten(), nn.Linear(64, 6), make(nn), nn.Linear(6, 5), nn.Tanh(),
+        nn.Linear(5, 3), *(f(nn) for f in behind)])
 
 
-resized_g = gluon_of(lambda nn: [
-    nn.HybridLambda(lambda F, x: F.contrib.BilinearResize2D(
-        x, height=13, width=11)),
-    nn.Conv2D(2, 3), nn.Flatten(), nn.Dense(3)])
-resized_t = torch_of(lambda nn: [
-    nn.Upsample((13, 11), mode="bilinear", align_corners=True),
-    nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(198, 3)])
+def calls_g(function):
+    """Makes a layer of ``function(F, x)``."""
+    return lambda nn: nn.HybridLambda(function)
 
 
-def called_g(function):
-    """Gluon's side of a function."""
-    return layered_g(lambda nn: nn.HybridLambda(function))
+def calls_t(function):
+    """Makes a layer of ``function(nn.functional, x)``."""
+    return lambda nn: torch_layer(lambda x: function(nn.functional, x))
+
+
+def leaky(slope=0.01, **options):
+    return lambda nn: nn.LeakyReLU(slope, **options)
 
 
 def selu_g(nn):
@@ -160,54 +155,48 @@ def selu_g(nn):
         x > 0, x, alpha * F.expm1(x)))()
 
 
-FLOAT32 = {
-    "leaky_relu": (layered_g(lambda nn: nn.LeakyReLU(0.01)),
-                   layered_t(lambda t: t.nn.LeakyReLU(0.01))),
-    "in place": (layered_g(lambda nn: nn.LeakyReLU(0.25)),
-                 layered_t(lambda t: t.nn.LeakyReLU(0.25, inplace=True))),
-    "function": (layered_g(lambda nn: nn.LeakyReLU(0.1)), layered_t(
-        lambda t: lambda x: t.nn.functional.leaky_relu(x, 0.1))),
-    "prelu": (layered_g(lambda nn: nn.PReLU()),
-              layered_t(lambda t: t.nn.PReLU())),
-    "elu": (layered_g(lambda nn: nn.ELU(0.3)),
-            layered_t(lambda t: t.nn.ELU(0.3))),
-    "gelu": (layered_g(lambda nn: nn.GELU()),
-             layered_t(lambda t: t.nn.GELU())),
-    "selu": (layered_g(selu_g), layered_t(lambda t: t.nn.SELU())),
-    "interpolate": (resized_g, resized_t),
-    "clip": (called_g(lambda F, x: F.clip(x, -0.3, 0.3)),
-             layered_t(lambda t: lambda x: x.clamp(-0.3, 0.3))),
-    "clip, torch.clamp": (
-        called_g(lambda F, x: F.clip(x, -0.3, 0.3)),
-        layered_t(lambda t: lambda x: t.clamp(x, min=-0.3, max=0.3))),
-    "clip, in place": (called_g(lambda F, x: F.clip(x, -0.3, 0.3)),
-                       layered_t(lambda t: lambda x: x.clamp_(-0.3, 0.3))),
-    "clip, hardtanh": (
-        called_g(lambda F, x: F.clip(x, -0.3, 0.3)),
-        layered_t(lambda t: t.nn.Hardtanh(-0.3, 0.3))),
-    "hard_sigmoid": (
-        called_g(lambda F, x: F.hard_sigmoid(x, alpha=1 / 6)),
-        layered_t(lambda t: t.nn.functional.hardsigmoid)),
+clip = calls_g(lambda F, x: F.clip(x, -0.3, 0.3))
+resized_g = gluon_of(lambda nn: [
+    nn.HybridLambda(lambda F, x: F.contrib.BilinearResize2D(
+        x, height=13, width=11)),
+    nn.Conv2D(2, 3), nn.Flatten(), nn.Dense(3)])
+resized_t = torch_of(lambda nn: [
+    nn.Upsample((13, 11), mode="bilinear", align_corners=True),
+    nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(198, 3)])
+#: by the function of MXNet's: a layer of Gluon's and one of torch's, or a
+#: layer that calls a function
+LAYERS = {
+    "leaky_relu": (leaky(), leaky()),
+    "leaky_relu, in place": (leaky(0.25), leaky(0.25, inplace=True)),
+    "prelu": (lambda nn: nn.PReLU(), lambda nn: nn.PReLU()),
+    "elu": (lambda nn: nn.ELU(0.3), lambda nn: nn.ELU(0.3)),
+    "gelu": (lambda nn: nn.GELU(), lambda nn: nn.GELU()),
+    "selu": (selu_g, lambda nn: nn.SELU()),
+    "clip": (clip, calls_t(lambda F, x: x.clamp(min=-0.3, max=0.3))),
+    "clip, in place": (clip, calls_t(lambda F, x: x.clamp_(-0.3, 0.3))),
+    "clip, hardtanh": (clip, lambda nn: nn.Hardtanh(-0.3, 0.3)),
+    "hard_sigmoid": (calls_g(lambda F, x: F.hard_sigmoid(x, alpha=1 / 6)),
+                     calls_t(lambda F, x: F.hardsigmoid(x))),
     "hard_sigmoid, hardswish": (
-        called_g(lambda F, x: x * F.hard_sigmoid(x, alpha=1 / 6)),
-        layered_t(lambda t: t.nn.functional.hardswish)),
+        calls_g(lambda F, x: x * F.hard_sigmoid(x, alpha=1 / 6)),
+        calls_t(lambda F, x: F.hardswish(x))),
     "hard_sigmoid, by hand": (
-        called_g(lambda F, x: F.hard_sigmoid(x)),
-        layered_t(lambda t: lambda x: (0.2 * x + 0.5).clamp(0, 1))),
+        calls_g(lambda F, x: F.hard_sigmoid(x)),
+        calls_t(lambda F, x: (0.2 * x + 0.5).clamp(0, 1))),
     "hard_sigmoid, by another": (
-        called_g(lambda F, x: F.hard_sigmoid(x, beta=0.3)),
-        layered_t(lambda t: lambda x: t.clamp((x + 1.5) / 5, 0, 1))),
-    "erf": (called_g(lambda F, x: F.erf(x)), layered_t(lambda t: t.erf)),
-    "erf, in place": (called_g(lambda F, x: F.erf(x)),
-                      layered_t(lambda t: lambda x: x.clone().erf_())),
+        calls_g(lambda F, x: F.hard_sigmoid(x, beta=0.3)),
+        calls_t(lambda F, x: ((x + 1.5) / 5).clamp(0, 1))),
+    "erf": (calls_g(lambda F, x: F.erf(x)), calls_t(lambda F, x: x.erf())),
+    "erf, in place": (calls_g(lambda F, x: F.erf(x)),
+                      calls_t(lambda F, x: x.clone().erf_())),
     "erf, GELU by hand": (
-        called_g(lambda F, x: x * 0.5 * (1 + F.erf(x / 2 ** 0.5))),
-        layered_t(lambda t: t.nn.functional.gelu)),
-    "hardsigmoid": (called_g(lambda F, x: F.clip(x + 3, 0, 6) / 6),
-                    layered_t(lambda t: t.nn.functional.hardsigmoid)),
-    "hardsigmoid, in place": (
-        called_g(lambda F, x: F.clip(x + 3, 0, 6) / 6),
-        layered_t(lambda t: t.nn.Hardsigmoid(inplace=True)))}
+        calls_g(lambda F, x: x * 0.5 * (1 + F.erf(x / 2 ** 0.5))),
+        calls_t(lambda F, x: F.gelu(x))),
+    "hardsigmoid, in place": (calls_g(lambda F, x: F.clip(x + 3, 0, 6) / 6),
+                              lambda nn: nn.Hardsigmoid(inplace=True))}
+FLOAT32 = {"interpolate": (resized_g, resized_t)} | {
+    name: (layered_g(ours), layered_t(theirs))
+    for name, (ours, theirs) in LAYERS.items()}
 SAME_BUT = "same but for MXNet's float32"
 
 
@@ -223,12 +212,11 @@ def test_mxnets_float32_is_a_verdict_of_its_own(case, devices):
     assert (result.verdict, result.same) == (SAME_BUT, False), str(result)
     assert max(g.relative for g in result.gaps) < EXACT
     found, = result.float32
-    name = {"in place": "leaky_relu", "function": "leaky_relu"}.get(
-        case, case.partition(",")[0])
+    name = case.partition(",")[0]
     assert found["function"] == name
     assert 1e-10 < found["size"] < 1e-5
     assert len(found["layers"]) == (case in (
-        "leaky_relu", "in place", "prelu", "elu", "gelu", "selu",
+        "leaky_relu", "leaky_relu, in place", "prelu", "elu", "gelu", "selu",
         "clip, hardtanh", "hardsigmoid, in place"))
     who = "torch" if name == "hardsigmoid" else "MXNet"
     assert f"{who}'s float32: {who} " in str(result)
@@ -281,10 +269,10 @@ def test_float32_explains_no_more_than_it_rounds(size, monkeypatch):
         once[:] = [run.name] * (run.name == "torch")
     monkeypatch.setattr(comparison, "check_deterministic", checked)
 
-    ported = layered_t(lambda t: t.nn.LeakyReLU(0.01), lambda nn: torch_block(
+    ported = layered_t(leaky(), lambda nn: torch_block(
         lambda nn: {}, lambda net, x: x * (1 + size)
         if net.training and once and once.pop() else x)())
-    result = parity.compare(layered_g(lambda nn: nn.LeakyReLU(0.01)), ported,
+    result = parity.compare(layered_g(leaky()), ported,
                             batches=pictures(count=1))
     assert not once
     assert result.verdict == (SAME_BUT if size < 1e-5 else "different")
@@ -293,10 +281,8 @@ def test_float32_explains_no_more_than_it_rounds(size, monkeypatch):
 
 def test_the_search_goes_on_past_float32():
     """To a fault behind a difference of float32, which it hides."""
-    original = layered_g(lambda nn: nn.LeakyReLU(0.01),
-                         lambda nn: nn.LayerNorm(epsilon=1e-5))
-    ported = layered_t(lambda t: t.nn.LeakyReLU(0.01),
-                       lambda nn: nn.LayerNorm(3, eps=1.001e-5))
+    original = layered_g(leaky(), lambda nn: nn.LayerNorm(epsilon=1e-5))
+    ported = layered_t(leaky(), lambda nn: nn.LayerNorm(3, eps=1.001e-5))
     result = parity.compare(original, ported, batches=pictures())
     assert result.verdict == "different"
     assert [f["function"] for f in result.float32] == ["leaky_relu"]
@@ -334,9 +320,8 @@ def test_what_gluon_computes_in_float64_stays():
     own = layered_g(lambda nn: gluon_block(
         lambda nn: {}, lambda net, F, x: F.where(x > 0, x, 0.01 * x))())
     for slope, verdict in ((0.01, "same"), (0.02, "different")):
-        result = parity.compare(
-            own, layered_t(lambda t: t.nn.LeakyReLU(slope)),
-            batches=pictures())
+        result = parity.compare(own, layered_t(leaky(slope)),
+                                batches=pictures())
         assert result.verdict == verdict and not result.float32
 
 

@@ -37,10 +37,10 @@ def test_synchronised_training_is_that_of_one_device(backend):
     """Uneven rows; fewer rows than devices; masks follow the rows."""
     report = parity.invariance(
         lambda: network(backend), batches=batches(11, 3),
-        devices=(1, 2, 3, 4, 8), batch_norm="sync",
+        devices=(1, 3, 8), batch_norm="sync",
         optimizer_params=MOMENTUM)
     assert report.exact and report.verdict == "exact" and not report.synced
-    assert list(report.results) == [2, 3, 4, 8]
+    assert list(report.results) == [3, 8]
     layers = by_path(report)
     assert list(layers) == ["0", "1", "2", "3", "5", "(output and loss)"]
     for layer in layers.values():
@@ -64,7 +64,7 @@ def test_a_schedule_is_that_of_each_run(backend):
     schedule = Schedule()
     report = parity.invariance(
         parity.Side(lambda: network(backend), lr_scheduler=schedule),
-        batches=batches(4), steps=3, devices=(1, 2, 4), batch_norm="sync")
+        batches=batches(4), steps=3, devices=(1, 2, 3), batch_norm="sync")
     assert report.exact, str(report)
     one, two = report.results.values()      # both beside one device
     assert one.losses["a"] == two.losses["a"] and schedule.last == 0
@@ -75,17 +75,17 @@ def test_a_schedule_is_that_of_each_run(backend):
 @pytest.mark.parametrize("policy", ("per_device", "average"))
 def test_batch_statistics(backend, policy):
     report = parity.invariance(
-        lambda: network(backend), batches=batches(8), devices=(1, 2, 4),
+        lambda: network(backend), batches=batches(8), devices=(1, 2, 3),
         batch_norm=policy)
     assert report.verdict == "batch statistics" and not report.exact
     layers = by_path(report)
-    for k in (2, 4):
+    for k in (2, 3):
         assert all(x.status[k] == "batch statistics"
                    for x in layers.values())
         assert report.synced[k].same and not report.results[k].same
     # that of the batch norm arises there, the others are consequences
     assert {p: x.origin for p, x in layers.items() if x.origin} \
-        == {"1": [2, 4]}
+        == {"1": [2, 3]}
     assert layers["0"].worst[2] > 1e-3      # through the gradient
     text = str(report)
     assert "with batch_norm='sync' it is exact" in text

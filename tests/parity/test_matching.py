@@ -20,20 +20,19 @@ SGD = ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-2})
 ADAM = ("adam", {"learning_rate": 0.01, "wd": 1e-2})
 
 
-def batches(shape=(LENGTH, UNITS), rows=6, count=3):
+def batches(shape=(LENGTH, UNITS)):
     rng = np.random.default_rng(0)
-    return [(rng.normal(size=(rows, *shape)), rng.integers(0, 3, rows))
-            for _ in range(count)]
+    return [(rng.normal(size=(6, *shape)), rng.integers(0, 3, 6))
+            for _ in range(2)]
 
 
 # -- networks -----------------------------------------------------------------
 
-def attention(made, names, forward):
-    """A torch network of these parts: ``forward(net, x)`` attends, and a
-    layer scores the mean."""
-    return torch_block(lambda nn: {
-        **{name: made(name) for name in names},
-        "scores": nn.Linear(UNITS, 3)},
+def attention(layers, forward):
+    """A torch network of the layers that ``layers(nn)`` names:
+    ``forward(net, x)`` attends, and a layer scores the mean."""
+    return torch_block(
+        lambda nn: {**layers(nn), "scores": nn.Linear(UNITS, 3)},
         lambda net, x: net.scores(forward(net, x).mean(1)))()
 
 
@@ -42,32 +41,24 @@ def attend(q, k, v, factor=1.0):
     return weights.softmax(-1) @ v
 
 
-def dense(_):
-    from torch import nn
-    return nn.Linear(UNITS, UNITS)
-
-
 def separate(names="qkv", factor=1.0):
-    return attention(dense, [*names, "out"], lambda net, x: net.out(
-        attend(*(getattr(net, n)(x) for n in "qkv"), factor=factor)))
+    return attention(
+        lambda nn: {n: nn.Linear(UNITS, UNITS) for n in [*names, "out"]},
+        lambda net, x: net.out(attend(net.q(x), net.k(x), net.v(x), factor)))
 
 
 def fused(order="qkv", factor=1.0):
-    from torch import nn
-
     def forward(net, x):
         parts = dict(zip(order, net.all(x).chunk(3, -1)))
         return net.out(attend(*map(parts.get, "qkv"), factor=factor))
-    return attention(
-        lambda name: nn.Linear(UNITS, 3 * UNITS if name == "all" else UNITS),
-        ["all", "out"], forward)
+    return attention(lambda nn: {"all": nn.Linear(UNITS, 3 * UNITS),
+                                 "out": nn.Linear(UNITS, UNITS)}, forward)
 
 
 def multihead(heads=1):
-    from torch import nn
     return attention(
-        lambda name: nn.MultiheadAttention(UNITS, heads, batch_first=True),
-        ["attention"],
+        lambda nn: {"attention": nn.MultiheadAttention(
+            UNITS, heads, batch_first=True)},
         lambda net, x: net.attention(x, x, x, need_weights=False)[0])
 
 
@@ -82,11 +73,10 @@ def times(inputs, units):
 
 def gpt():
     """As GPT-2 keeps it: (inputs, 3 units)."""
-    def forward(net, x):
-        return net.out(attend(*net.all(x).chunk(3, -1)))
-    return attention(lambda name: times(
-        UNITS, 3 * UNITS if name == "all" else UNITS), ["all", "out"],
-        forward)
+    return attention(
+        lambda nn: {"all": times(UNITS, 3 * UNITS),
+                    "out": times(UNITS, UNITS)},
+        lambda net, x: net.out(attend(*net.all(x).chunk(3, -1))))
 
 
 def gluon_separate():
@@ -103,25 +93,17 @@ def gluon_separate():
 def gluon_packed():
     """All parameters of an LSTM in one vector, as MXNet's operator wants
     them."""
-    with mgpu.using_backend("mxnet"):
-        from mxnet.gluon import Block, nn
-
-    class Net(Block):
-        def __init__(self):
-            super().__init__()
-            self.packed_weight = self.params.get(
-                "packed_weight", shape=(4 * 5 * (UNITS + 5 + 2),),
-                init="normal")
-            self.scores = nn.Dense(3, in_units=5)
-
-        def forward(self, x):
-            from mxnet import nd
-            x = x.transpose((1, 0, 2))
-            zero = nd.zeros((1, x.shape[1], 5), ctx=x.ctx, dtype=x.dtype)
-            y = nd.RNN(x, self.packed_weight.data(x.ctx), zero, zero,
-                       state_size=5, num_layers=1, mode="lstm")
-            return self.scores(y.mean(axis=0))
-    return Net()
+    def forward(net, F, x, packed_weight):
+        x = F.transpose(x, axes=(1, 0, 2))
+        zero = 0 * F.slice(F.tile(x, reps=(1, 1, 2)), begin=(0, 0, 0),
+                           end=(1, None, 5))
+        y = F.RNN(x, packed_weight, zero, zero, state_size=5, num_layers=1,
+                  mode="lstm")
+        return net.scores(F.mean(y, axis=0))
+    return gluon_block(lambda nn: {
+        "packed_weight": {"shape": (4 * 5 * (UNITS + 5 + 2),),
+                          "init": "normal"},
+        "scores": nn.Dense(3, in_units=5)}, forward)()
 
 
 lstm = torch_block(
@@ -186,11 +168,6 @@ CASES = {
         **parts("all.{}", "qkv", ["weight"], axis=1, transpose=[1, 0]),
         **parts("all.{}", "qkv", ["bias"]),
         "out.weight": {"to": "out.weight", "transpose": [1, 0]}}),
-    "turned and split": (gpt, separate, {
-        "all.weight": {"to": [f"{n}.weight" for n in "qkv"],
-                       "transpose": [1, 0]},
-        "all.bias": {"to": [f"{n}.bias" for n in "qkv"]},
-        "out.weight": {"to": "out.weight", "transpose": [1, 0]}}),
     "turned": (stack(lambda nn: [nn.Flatten(), nn.Linear(12, 3)]),
                stack(lambda nn: [nn.Flatten(), times(12, 3)]),
                {"1.weight": TURNED}),
@@ -207,9 +184,6 @@ CASES = {
         "both.{}", ["one", "two"],
         ("gamma", "beta", "running_mean", "running_var"))),
     "gluon and torch": (gluon_separate, fused, parts("all.{}", "qkv")),
-    "torch and gluon": (fused, gluon_separate, JOINED),
-    "gluon and attention": (gluon_separate, multihead, {
-        **parts("attention.in_proj_{}", "qkv"), **OUT}),
     "packed": (gluon_packed, lstm, {
         "packed_weight": {"to": RNN, "reshape": True}}),
     "unpacked": (lstm, gluon_packed, {
@@ -222,21 +196,22 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_given_map(case):
+    """With Adam on one device, or, every second one, SGD on two."""
     a, b, given = CASES[case]
-    for devices, (optimizer, options) in ((1, ADAM), (2, SGD)):
-        result = parity.compare(
-            a, b, batches=batches(), map=given, devices=devices,
-            optimizer=optimizer, optimizer_params=options)
-        assert result.same and result.plan.confirmed, str(result)
-        assert max(g.relative for g in result.gaps) < EXACT
-        moved, trained = result.coverage["parameters"]
-        assert moved == trained and not result.coverage["not_on_trial"]
-        assert {g.stage for g in result.gaps} >= {"gradient", "weight",
-                                                  "memory"}
-        assert result.plan.left == {"a": [], "b": []}
+    second = list(CASES).index(case) % 2
+    optimizer, options = (ADAM, SGD)[second]
+    result = parity.compare(
+        a, b, batches=batches(), map=given, devices=1 + second,
+        optimizer=optimizer, optimizer_params=options)
+    assert result.same and result.plan.confirmed, str(result)
+    assert max(g.relative for g in result.gaps) < EXACT
+    moved, trained = result.coverage["parameters"]
+    assert moved == trained and not result.coverage["not_on_trial"]
+    assert {g.stage for g in result.gaps} >= {"gradient", "weight", "memory"}
+    assert result.plan.left == {"a": [], "b": []}
 
 
-@pytest.mark.parametrize("case", ("joined", "split", "statistics", "packed"))
+@pytest.mark.parametrize("case", ("joined", "packed"))
 def test_whose_values(case):
     a, b, given = CASES[case]
     of_b, own = (parity.compare(a, b, batches=batches(), map=given,
@@ -246,7 +221,7 @@ def test_whose_values(case):
     assert own.first.stage == "initial"     # two draws
 
 
-@pytest.mark.parametrize("case", ("joined", "split", "attention"))
+@pytest.mark.parametrize("case", ("joined", "split"))
 def test_a_trace(case, tmp_path):
     a, b, given = CASES[case]
     trace.record(a, batches=batches(), file=tmp_path / "a.trace",
@@ -320,7 +295,6 @@ def test_a_fault_behind_convolutions_side_by_side(b, layer, agree, tmp_path):
 def test_a_fault_has_its_place(a, b, given, layer, agree):
     result = parity.compare(lambda: separate(a), b, batches=batches(),
                             map=CASES[given][2])
-    assert result.verdict == "different"
     assert (result.first.stage, result.first.name) == ("layer", layer)
     assert result.location["inputs_agree"] is agree
     assert not result.causes or agree is False \
@@ -405,9 +379,9 @@ FOUND = {name: CASES[name][:2] for name in CASES if name != "blocks"} | {
 @pytest.mark.parametrize("case", FOUND)
 def test_found_by_itself(case):
     a, b = FOUND[case]
-    for devices, sides in ((1, (a, b)), (2, (b, a))):
-        result = parity.compare(*sides, batches=batches(count=2),
-                                devices=devices, optimizer_params=SGD[1])
+    for sides in ((a, b), (b, a)):
+        result = parity.compare(*sides, batches=batches()[:1],
+                                optimizer_params=SGD[1])
         assert result.same and result.plan.confirmed, str(result)
         assert result.plan.left == {"a": [], "b": []}
         assert result.plan.how == "form and position" \
@@ -440,7 +414,6 @@ def pasted(message):
 @pytest.mark.parametrize("a, b, place", [
     (separate, lambda: fused(factor=1.001), "F.softmax after v"),
     (fused, broken(separate, "out"), "out"),
-    (lambda: fused(factor=1.001), separate, "F.softmax after all"),
     (separate, broken(gpt, "scores"), "scores"),
     (CASES["packed"][0], broken(lstm, "scores"), "scores")])
 def test_a_message_holds_the_map_to_use(a, b, place):
@@ -478,21 +451,6 @@ def test_a_message_names_the_misfits_first(a, b, lines):
         assert len(said) == 15 and "  and 30 more" in said
     assert "  shared in a: tied = other" in said
     assert set(error.value.candidates) == {*a, ""}
-
-
-def test_layers_of_one_kind_keep_their_weights_alike():
-    """A port that multiplies by the transposed weight has a fault."""
-    def turned():
-        from torch import nn
-
-        class Turned(nn.Linear):
-            def forward(self, x):
-                return x @ self.weight + self.bias
-        return nn.Sequential(nn.Flatten(), Turned(12, 12))
-    result = parity.compare(stack(lambda nn: [
-        nn.Flatten(), nn.Linear(12, 12)]), turned, batches=batches())
-    assert result.verdict == "different"
-    assert result.causes[0].name == "transposed weight"
 
 
 # -- by position --------------------------------------------------------------
@@ -579,31 +537,26 @@ def frozen(make, *names):
     return frozen
 
 
-@pytest.mark.parametrize("case, a, b", [
-    ("joined", ["k.weight"], []), ("joined", [], ["all.weight"]),
-    ("split", ["all.weight"], []), ("split", [], ["k.weight"])])
-def test_a_frozen_part_is_a_difference(case, a, b, devices):
-    """The one side trains what the other does not."""
+QKV = [f"{n}.weight" for n in "qkv"]
+
+
+@pytest.mark.parametrize("case, a, b, named", [
+    ("joined", ["k.weight"], [], ["k.weight"]),
+    ("joined", [], ["all.weight"], QKV),
+    ("split", ["all.weight"], [], ["all.weight"]),
+    ("split", [], ["k.weight"], ["all.weight"]),
+    ("joined", QKV, ["all.weight"], [])])
+def test_a_frozen_part_is_a_difference(case, a, b, named, devices):
+    """Where the one side trains what the other does not."""
     one, two, given = CASES[case]
     result = parity.compare(frozen(one, *a), frozen(two, *b), map=given,
                             batches=batches(), devices=devices,
                             optimizer=ADAM[0], optimizer_params=ADAM[1])
-    assert result.verdict == "different"
-    assert result.first.stage == "gradient" and result.first.step == 1
-    assert result.causes[0].name == "frozen parameter"
-    assert result.first.name in {
-        ("joined", 1): ["k.weight"], ("joined", 0): [
-            f"{n}.weight" for n in "qkv"]}.get((case, len(a)),
-                                               ["all.weight"])
-
-
-def test_frozen_alike_is_the_same(devices):
-    one, two, given = CASES["joined"]
-    result = parity.compare(
-        frozen(one, *(f"{n}.weight" for n in "qkv")),
-        frozen(two, "all.weight"), map=given, batches=batches(),
-        devices=devices)
-    assert result.same, str(result)
+    assert result.same is not bool(named), result
+    if named:
+        assert result.first.stage == "gradient" and result.first.step == 1
+        assert result.first.name in named
+        assert result.causes[0].name == "frozen parameter"
 
 
 def test_multipliers_of_parts():
@@ -612,7 +565,7 @@ def test_multipliers_of_parts():
     one, two, given = CASES["joined"]
     for rate, same in ((2.0, True), (1.0, False)):
         result = parity.compare(
-            parity.Side(one, lr_mult={f"{n}.weight": 2.0 for n in "qkv"}),
+            parity.Side(one, lr_mult=dict.fromkeys(QKV, 2.0)),
             parity.Side(two, lr_mult={"all.weight": rate}),
             batches=batches(), map=given, optimizer_params=SGD[1])
         assert result.same is same
@@ -774,32 +727,22 @@ def test_parts_of_unequal_size_and_the_text_of_a_plan():
 @pytest.mark.parametrize("listed, mistake", [(False, True), (True, False)])
 def test_names_that_tell_no_kind_match_by_order_and_shape(listed, mistake,
                                                           devices):
-    original = gluon(lambda nn: [nn.Dense(5, activation="tanh", in_units=6),
-                                 nn.Dense(3, in_units=5)])
-
-    def port():
+    def own(nn):
         import torch
-        from torch import nn
+        made = [nn.Parameter(torch.zeros(shape))
+                for shape in ((5, 6), (5,), (3, 5), (3,))]
+        return {"given": nn.ParameterList(made)} if listed \
+            else dict(zip(("W1", "B1", "W2", "B2"), made))
 
-        class Net(nn.Module):
-            def __init__(self):
-                super().__init__()
-                made = [nn.Parameter(torch.zeros(shape))
-                        for shape in ((5, 6), (5,), (3, 5), (3,))]
-                if listed:
-                    self.given = nn.ParameterList(made)
-                else:
-                    self.W1, self.B1, self.W2, self.B2 = made
-
-            def forward(self, x):
-                w1, b1, w2, b2 = self.parameters()
-                x = nn.functional.linear(x, w1, b1)
-                if not mistake:
-                    x = x.tanh()
-                return nn.functional.linear(x, w2, b2)
-        return Net()
-    result = parity.compare(original, port, devices=devices,
-                            batches=vectors(6, count=2))
+    def forward(net, x):
+        from torch.nn.functional import linear
+        w1, b1, w2, b2 = net.parameters()
+        x = linear(x, w1, b1)
+        return linear(x if mistake else x.tanh(), w2, b2)
+    result = parity.compare(
+        gluon(lambda nn: [nn.Dense(5, activation="tanh", in_units=6),
+                          nn.Dense(3, in_units=5)]),
+        torch_block(own, forward), devices=devices, batches=vectors(6))
     assert result.same is not mistake
     assert result.plan.how == "order and shape"
     assert [pair.a[0] for pair in result.plan.pairs] == [
