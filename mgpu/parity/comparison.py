@@ -1,4 +1,5 @@
 """Do two networks train the same? See `compare`."""
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -210,16 +211,19 @@ class Comparison:
         self.progress = progress or (lambda done, steps: None)
         self.epsilon = float(np.finfo(dtype).eps)
         self.notes: list[str] = []
-        self.a = self._run(a)
-        try:
+        with contextlib.ExitStack() as undo:
+            self.a = self._run(a)
+            undo.callback(self.a.restore)
             self.b = self._run(b)
-        except BaseException:
-            self.a.restore()
-            raise
-        self.settings: dict[str, Any] = {
-            "steps": self.steps, "dtype": dtype, "tolerance": self.tolerance,
-            "seed": seed, "weights": weights,
-            "dropout": "off" if self.masks.off else "masks drawn in NumPy"}
+            undo.callback(self.b.restore)
+            self.settings: dict[str, Any] = {
+                "steps": self.steps, "dtype": dtype, "seed": seed,
+                "tolerance": self.tolerance, "weights": weights,
+                "dropout": "off" if self.masks.off else "masks drawn in NumPy"}
+            self._begin(given, rules, weights)
+            undo.pop_all()
+
+    def _begin(self, given: Any, rules: matching.Rules, weights: str) -> None:
         self.b.like = self.a.keys
         self._match(given, rules, weights)
         slots = self.a.updates.slots, self.b.updates.slots

@@ -1,4 +1,5 @@
 """`mgpu.parity.compare`: what it finds, what it refuses, what it leaves."""
+import contextlib
 import pickle
 import random
 from functools import partial
@@ -639,18 +640,25 @@ def test_own_initial_weights_are_compared():
 
 
 def test_user_networks_are_unchanged(backend):
-    """A comparison leaves the values and dtypes of a network as they were."""
+    """A comparison leaves the values and dtypes of a network as they were,
+    also where it fails."""
     net = MAKE[backend.name]()
     replicas = mgpu.initialize(net, [mgpu.cpu(0)],
                                "uniform", force_reinit=True,
                                sample=np.zeros((1, 1, 8, 8), "float32"))
     before = replicas.export_numpy()
-    parity.compare(net, MAKE[backend.name], batches=pictures())
-    with mgpu.using_backend(backend.name):
+
+    def fails():
+        other = MAKE[backend.name]()
+        other.register_forward_pre_hook(lambda *_: 1 / 0)
+        return other
+    for other in (MAKE[backend.name], fails):
+        with contextlib.suppress(ZeroDivisionError):
+            parity.compare(net, other, batches=pictures())
         after = backend.network(net).values()
-    for name, value in before.items():
-        assert after[name].dtype == value.dtype
-        assert (after[name] == value).all(), name
+        for name, value in before.items():
+            assert after[name].dtype == value.dtype
+            assert (after[name] == value).all(), name
 
 
 # -- refused ------------------------------------------------------------------
