@@ -119,8 +119,8 @@ MUTANTS = [
     mutant("sync-not-weighted",
            "a short shard's mean counts like a long one's",
            "SyncBatchNorm.__call__",
-           "self.mean(A, B, C, ops.sum(x, D, keepdims=True), E)",
-           "self.mean(A, B, 1, ops.mean(x, D, keepdims=True), E)",
+           "self.mean(A, B, 1, C, ops.sum(x, D, keepdims=True), E)",
+           "self.mean(A, B, 1, 1, ops.mean(x, D, keepdims=True), E)",
            killer="test_batch_norm.py::test_sync_equals_one_device_on_the_w"
                   "hole_batch"),
     mutant("sync-without-gradient",
