@@ -222,10 +222,8 @@ class _Pass:
         """The stream of a dropout layer; None, torch's default one, inside a
         checkpoint: that is what it sets again."""
         network = self._network
-        if self._joint and recomputing():
-            return self._again(path)
         if recomputing():
-            return None
+            return self._again(path) if self._joint else None
         stream = network.backend.generator(self._device)
         if not network.backend.is_recording() \
                 or (saving(), torch.is_grad_enabled()) == self._state:
