@@ -105,3 +105,15 @@ def halving(optimizer, every=2):
 def gluons_halving():
     import mxnet as mx
     return mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=RATE)
+
+
+def trained_batch_norm(x):
+    """Gluon's batch norm after a training pass of `x`, in float64."""
+    from mxnet import autograd, gluon, nd
+    layer = gluon.nn.BatchNorm(in_channels=x.shape[1])
+    layer.cast("float64")
+    layer.initialize()
+    with autograd.record():
+        y = layer(nd.array(x, dtype="float64"))
+    y.backward()
+    return layer

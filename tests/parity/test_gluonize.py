@@ -6,6 +6,7 @@ import pytest
 
 import mgpu
 from mgpu import parity
+from parity.steps import trained_batch_norm
 
 
 @pytest.fixture
@@ -29,19 +30,13 @@ def data(dims, rows=4):
 @pytest.mark.parametrize("dims", (1, 2, 3))
 def test_plain_training_keeps_gluons_statistics(torch, dims):
     """Against MXNet itself, in a plain PyTorch pass."""
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
     module = parity.gluonize(net(torch, dims))
     module.train()
     x = data(dims)
     module(torch.tensor(x)).sum().backward()
     inside = module[0](torch.tensor(x)).detach().numpy()
-    layer = mx.gluon.nn.BatchNorm(in_channels=3)
-    layer.cast("float64")
-    layer.initialize()
-    with mx.autograd.record():
-        y = layer(mx.nd.array(inside, dtype="float64"))
-    y.backward()
+    with mgpu.using_backend("mxnet"):
+        layer = trained_batch_norm(inside)
     for ours, gluons in ((module[1].running_mean, layer.running_mean),
                          (module[1].running_var, layer.running_var)):
         gluons = gluons.data().asnumpy()
