@@ -217,13 +217,14 @@ class Comparison:
             self.b = self._run(b)
             undo.callback(self.b.restore)
             self.settings: dict[str, Any] = {
-                "steps": self.steps, "dtype": dtype, "seed": seed,
-                "tolerance": self.tolerance, "weights": weights,
+                "steps": self.steps, "dtype": dtype,
+                "tolerance": self.tolerance, "seed": seed, "weights": weights,
                 "dropout": "off" if self.masks.off else "masks drawn in NumPy"}
             self._begin(given, rules, weights)
             undo.pop_all()
 
     def _begin(self, given: Any, rules: matching.Rules, weights: str) -> None:
+        """Match what the runs have, and see what both remember."""
         self.b.like = self.a.keys
         self._match(given, rules, weights)
         slots = self.a.updates.slots, self.b.updates.slots
