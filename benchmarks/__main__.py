@@ -400,7 +400,7 @@ def verdict(row):
 
 def draw(rows, file):
     """A line for each row: median and spread, as a multiple of its bar."""
-    from mgpu.plotting import style
+    from mgpu.tools.plotting import style
     rows = [r for r in rows if r["bar"]]
     figure = style.new_figure((11, 0.26 * len(rows) + 1.2),
                               layout="constrained")
@@ -442,7 +442,8 @@ def main():
     @click.option("--list", "listing", is_flag=True,
                   help="Print the names of the rows and measure nothing.")
     def run(names, rounds, json_file, plot, listing):
-        from mgpu import doctor, files
+        from mgpu.tools import doctor
+        from mgpu.utils import files
         from mgpu.backends import NAMES
         console = Console()
 

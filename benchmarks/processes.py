@@ -139,7 +139,7 @@ def gradients(spec):
     world = mgpu.distributed.init()
     from mgpu.collectives import allreduce_many
     from mgpu.collectives.strategies import strategy_of
-    from mgpu.distributed.strategy import over_processes
+    from mgpu.collectives.over_processes import over_processes
     mx = sys.modules["mxnet"]
     net = gluon_net(spec["model"])
     sample = batch_of(spec["model"], 2)[0]

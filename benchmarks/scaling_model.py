@@ -113,7 +113,7 @@ def sums(world, size, rounds):
     import torch
     from mgpu.collectives import allreduce_many
     from mgpu.collectives.strategies import strategy_of
-    from mgpu.distributed.strategy import over_processes
+    from mgpu.collectives.over_processes import over_processes
     parts = [size // 4 // 3] * 3        # as a network has several arrays
     columns = [[torch.zeros(n) for _ in range(2)] for n in parts]
     strategy = over_processes(strategy_of("auto"), world.span(2))

@@ -8,13 +8,18 @@ imports neither framework, and no module of mgpu until one of its names is
 used (PEP 562).
 """
 import importlib as _importlib
+import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from mgpu.utils.moved import OldPaths as _OldPaths
+
 if _TYPE_CHECKING:
-    from mgpu import bench, parity, testing  # noqa: F401
+    from mgpu import parity, testing  # noqa: F401
     from mgpu._api import *  # noqa: F403
 
 __version__ = "0.2.0"
+
+_sys.meta_path.insert(0, _OldPaths())
 
 
 if not _TYPE_CHECKING:
@@ -33,5 +38,4 @@ if not _TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    api = _importlib.import_module("mgpu._api")
-    return [*api.__all__, "__version__", "bench", "parity", "testing"]
+    return [*_importlib.import_module("mgpu._api").LISTED]

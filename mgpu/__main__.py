@@ -21,7 +21,7 @@ def main() -> int | None:
         print(f"mgpu, version {mgpu.__version__}")
         return 0
     if arguments in (["doctor"], ["doctor", "--json"]):
-        from mgpu import doctor
+        from mgpu.tools import doctor
         return doctor.report(as_json=len(arguments) == 2)
     print(f"Error: the command line needs {missing}. Run "
           "pip install click rich tqdm.", file=sys.stderr)

@@ -536,8 +536,9 @@ def draw(runs: Sequence[dict[str, Any]], settings: Settings,
     """Accuracy by epoch, and each mechanism's difference from Gluon's
     version at the last epoch, a point per seed."""
     # The package's own look; a figure of its own, without pyplot.
-    from mgpu.plotting.style import (DASHES, GREY, INK, PALETTE, new_figure,
-                                     plain_axes, write_figure)
+    from mgpu.tools.plotting.style import (DASHES, GREY, INK, PALETTE,
+                                           new_figure, plain_axes,
+                                           write_figure)
     found = curves(runs)
     shown = [name for name in ORDER if name in found]
     colours = dict(zip(ORDER, (INK, *PALETTE)))

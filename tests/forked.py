@@ -126,7 +126,7 @@ def _serve(place, *backends):
     import numpy as np
     import pytest  # noqa: F401, which programs import
 
-    from mgpu import environment as settings
+    from mgpu.utils import environment as settings
     from mgpu.backends import ENTRIES
     from mgpu.distributed import launch, world  # noqa: F401
     loaded = [importlib.import_module(ENTRIES[name].module)

@@ -13,9 +13,9 @@ import pytest
 
 import forked
 from conftest import BACKENDS
-from mgpu import (BackendNotAvailable, available_backends, environment,
-                  get_backend, set_backend, using_backend)
-from mgpu import backends as registry
+from mgpu import (BackendNotAvailable, available_backends, backends as
+                  registry, get_backend, set_backend, using_backend)
+from mgpu.utils import environment
 
 ALIASES = {"mxnet": "gluon", "torch": "pytorch"}
 

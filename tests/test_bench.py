@@ -10,8 +10,9 @@ from click.testing import CliRunner
 import mgpu
 from conftest import BACKENDS
 from helpers import mlp
-from mgpu import bench, cli
-from mgpu.profiling import STAGES
+from mgpu import cli
+from mgpu.tools import bench
+from mgpu.tools.profiling import STAGES
 
 SMALL = dict(batch_size=8, steps=2, rounds=3)
 PARTS = {"dispatch", "copy", "compute", "reduce", "update", "other"}

@@ -9,7 +9,8 @@ import pytest
 import mgpu
 from conftest import BACKENDS
 from helpers import assert_all_equal, mlp, on
-from mgpu import callbacks, datasets
+from mgpu.data import datasets
+from mgpu.training import callbacks
 from nets import dense_norm, gated
 
 rng = np.random.default_rng(0)

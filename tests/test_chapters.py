@@ -6,7 +6,8 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
-from mgpu import chapters, datasets
+from mgpu.data import datasets
+from mgpu.tools import chapters
 
 KEYS = {"backend", "devices", "batch_size", "lr", "seed", "dtype",
         "init_scale", "data", "train_loss", "test_acc", "seconds",

@@ -12,7 +12,10 @@ import mgpu
 import nets
 from conftest import BACKENDS
 from helpers import assert_bit_equal, mlp, on, relative_difference
-from mgpu import checkpoint, datasets, files, lr_scheduler, trainer_states
+from mgpu.checkpoints import checkpoint, trainer_states
+from mgpu.data import datasets
+from mgpu.optim import lr_scheduler
+from mgpu.utils import files
 
 LOSS = mgpu.losses.SoftmaxCrossEntropyLoss()
 

@@ -14,9 +14,10 @@ from click.testing import CliRunner
 
 import mgpu
 from conftest import BACKENDS
-from mgpu import cli, doctor, files
-from mgpu import backends as registry
+from mgpu import backends as registry, cli
 from mgpu.cli.reproduce import CHAPTERS
+from mgpu.tools import doctor
+from mgpu.utils import files
 
 SCHEMA = {"backend": str, "devices": list, "batch_size": int, "lr": float,
           "seed": int, "dtype": str, "data": dict, "train_loss": list,

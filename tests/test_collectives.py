@@ -12,8 +12,7 @@ from helpers import (ENGINES, assert_bit_equal, foreign_array,
                      refusal_of_foreign, using_engine)
 from mgpu import (allgather, allreduce, assign_roots, broadcast, collectives,
                   cpu, reduce, reducescatter, shard_bounds)
-from mgpu import host_memory
-from mgpu.collectives import OPS, AllReduce
+from mgpu.collectives import OPS, AllReduce, host_memory
 from mgpu.collectives.strategies import Balanced, Buckets
 
 SHAPES = [(), (0, 3), (1,), (3,), (5, 7), (4, 1, 3)]

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import mgpu
-from mgpu import datasets
-from mgpu.datasets import BatchIterator
+from mgpu.data import datasets
+from mgpu.data.datasets import BatchIterator
 
 PARTS = {"train": 41, "t10k": 13}       # examples in the generated files
 DIGITS_SHA256 = ("87ff0c9e40dc7e2c0e34e7257799c2e3"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import mgpu
-from mgpu import Device, cpu, gpu, list_devices, num_gpus, try_all_gpus, \
-    try_gpu
-from mgpu.device import as_device, as_devices
+from mgpu import (Device, cpu, gpu, list_devices, num_gpus, try_all_gpus,
+                  try_gpu)
+from mgpu.backends.device import as_device, as_devices
 
 
 @pytest.fixture

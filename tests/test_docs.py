@@ -21,8 +21,8 @@ import pytest
 
 import forked
 from conftest import BACKENDS
-from mgpu import environment
 from mgpu.gluon_io import script
+from mgpu.utils import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))

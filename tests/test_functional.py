@@ -9,8 +9,8 @@ from batches import pictures
 from helpers import (ENGINES, assert_bit_equal, numerical_gradient,
                      relative_difference, using_engine)
 from mgpu import cpu
-from mgpu import functional as F
 from mgpu.backends import base
+from mgpu.nn import functional as F
 
 
 @pytest.fixture

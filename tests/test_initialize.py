@@ -12,7 +12,7 @@ from conftest import BACKENDS
 from helpers import (ENGINES, assert_all_equal, assert_bit_equal, bricks,
                      convnet, mlp, on, on_mxnet, on_torch,
                      relative_difference, using_engine)
-from mgpu import initializers
+from mgpu.nn import initializers
 from nets import (native_values, on_each, sequential, shards_of, train,
                   with_values)
 

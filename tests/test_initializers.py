@@ -7,10 +7,10 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
-from mgpu import initializers
-from mgpu.initializers import (Bilinear, Constant, Initializer, LSTMBias,
-                               MSRAPrelu, Normal, One, Orthogonal, Uniform,
-                               Xavier, Zero, create, draw_parameter, fans)
+from mgpu.nn import initializers
+from mgpu.nn.initializers import (Bilinear, Constant, Initializer, LSTMBias,
+                                  MSRAPrelu, Normal, One, Orthogonal, Uniform,
+                                  Xavier, Zero, create, draw_parameter, fans)
 
 
 def rng():

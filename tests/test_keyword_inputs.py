@@ -278,7 +278,7 @@ def test_a_data_iterator_trains_its_rows_once_in_each_epoch():
 
 
 def test_rows_that_roll_over_are_no_filling():
-    from mgpu.inputs import as_rounds
+    from mgpu.data.inputs import as_rounds
     rounds = as_rounds(iterator("roll_over"))
     seen = [row for _ in range(3) for _, y in rounds for row in y.asnumpy()]
     assert seen == [*Y, *Y, *Y]

@@ -13,8 +13,9 @@ import mgpu
 from conftest import BACKENDS
 from helpers import (ENGINES, assert_bit_equal, mlp,
                      relative_difference, using_engine)
-from mgpu import cpu, losses
-from mgpu.losses import check_per_example, per_example
+from mgpu import cpu
+from mgpu.nn import losses
+from mgpu.nn.losses import check_per_example, per_example
 
 # float64, formulas of a few operations that differ in the order of rounding
 SAME = 1e-13

@@ -9,9 +9,10 @@ import pytest
 import mgpu
 from conftest import BACKENDS
 from helpers import name_of
-from mgpu import lr_scheduler
-from mgpu.lr_scheduler import (CosineScheduler, FactorScheduler, LRScheduler,
-                               MultiFactorScheduler, PolyScheduler)
+from mgpu.optim import lr_scheduler
+from mgpu.optim.lr_scheduler import (CosineScheduler, FactorScheduler,
+                                     LRScheduler, MultiFactorScheduler,
+                                     PolyScheduler)
 
 N = 60
 

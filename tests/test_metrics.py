@@ -11,7 +11,7 @@ import mgpu
 from conftest import BACKENDS
 from distributed import jobs
 from helpers import mlp, on
-from mgpu import metrics
+from mgpu.nn import metrics
 from nets import several_inputs
 
 if "mxnet" in BACKENDS:

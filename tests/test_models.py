@@ -5,7 +5,7 @@ import pytest
 
 import mgpu
 from helpers import assert_bit_equal, on, relative_difference
-from mgpu import initializers, models
+from mgpu.nn import initializers, models
 
 
 # -- LeNet --------------------------------------------------------------------

@@ -24,9 +24,9 @@ from conftest import BACKENDS
 from distributed import jobs
 from helpers import mlp, on, relative_difference
 from mgpu import parity
-from mgpu.callbacks import EMA, EarlyStopping
-from mgpu.lr_scheduler import (CosineScheduler, FactorScheduler,
-                               MultiFactorScheduler, PolyScheduler)
+from mgpu.optim.lr_scheduler import (CosineScheduler, FactorScheduler,
+                                     MultiFactorScheduler, PolyScheduler)
+from mgpu.training.callbacks import EMA, EarlyStopping
 
 FILES = Path(__file__).parent / "files"
 OLD, NEW = FILES / "0.1", FILES / "0.2"
@@ -108,9 +108,9 @@ def test_public_names_of_the_previous_version():
 
 
 def test_a_missing_name_is_seen():
-    assert missing({"mgpu.trainer": "Trainer Tractor Trainer.step "
+    assert missing({"mgpu.training.trainer": "Trainer Tractor Trainer.step "
                     "Trainer.leap", "mgpu.attic": "Trainer"}) == [
-        "mgpu.trainer.Tractor", "mgpu.trainer.Trainer.leap",
+        "mgpu.training.trainer.Tractor", "mgpu.training.trainer.Trainer.leap",
         "mgpu.attic.Trainer"]
 
 

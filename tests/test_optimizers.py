@@ -18,7 +18,7 @@ import nets
 from helpers import on
 from mgpu import optimizers
 from mgpu.backends import using_backend
-from mgpu.device import Device
+from mgpu.backends.device import Device
 from tests.conftest import BACKENDS
 
 # MXNet 1.9.1 on today's SciPy, at every `mx.nd.array`.

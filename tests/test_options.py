@@ -15,8 +15,8 @@ import pytest
 import mgpu
 from helpers import (BACKENDS, assert_bit_equal, convnet, mlp, on,
                      relative_difference, using_engine, worst)
-from mgpu import functional as F
-from mgpu.loss_scale import LossScale
+from mgpu.nn import functional as F
+from mgpu.optim.loss_scale import LossScale
 from nets import conv_gluon, conv_torch
 from steps import LOSS
 

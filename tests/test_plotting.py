@@ -8,9 +8,8 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from mgpu.device import cpu
-from mgpu.plotting import (Animator, plot_graph, plot_runs,
-                           plot_timings)
+from mgpu.backends.device import cpu
+from mgpu.tools.plotting import Animator, plot_graph, plot_runs, plot_timings
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -15,7 +15,7 @@ import pytest
 
 import mgpu
 from helpers import assert_bit_equal, mlp, on
-from mgpu import datasets
+from mgpu.data import datasets
 from conftest import BACKENDS
 
 

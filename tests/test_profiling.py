@@ -7,8 +7,9 @@ import pytest
 
 import mgpu
 from helpers import assert_bit_equal, convnet, mlp
-from mgpu import probes, profiling
-from mgpu.profiling import HOST, STAGES, Profile, Span, Step
+from mgpu.tools import profiling
+from mgpu.tools.profiling import HOST, STAGES, Profile, Span, Step
+from mgpu.utils import probes
 
 #: of a step whose devices need not wait for each other: what is measured is
 #: the stages of a step; those of all devices first
@@ -266,7 +267,7 @@ def cores(monkeypatch):
     monkeypatch.delenv("MGPU_THREADS_PER_DEVICE", raising=False)
 
     def are(count):
-        monkeypatch.setattr(mgpu.environment, "cpu_cores", lambda: count)
+        monkeypatch.setattr(mgpu.utils.environment, "cpu_cores", lambda: count)
     return are
 
 

@@ -15,7 +15,7 @@ import pytest
 import mgpu
 from helpers import assert_bit_equal, foreign_array, refusal_of_foreign
 from mgpu import cpu, shard_bounds, split_and_load, split_batch
-from mgpu.split import map_leaves
+from mgpu.data.split import map_leaves
 
 
 def on_host(backend, shards):

@@ -1,5 +1,6 @@
-"""The rooms of mgpu: imports run downwards, private names stay at home, what
-is public has a docstring, and no file is executed."""
+"""The layout of mgpu: few modules at the top, private names stay in their
+module, public names have docstrings, and no file is executed. (Imports run
+downwards: see the contracts of import-linter in pyproject.toml.)"""
 import ast
 import functools
 import importlib
@@ -28,138 +29,18 @@ def nodes(source):
     return list(ast.walk(ast.parse(source)))
 
 
-# -- imports run downwards ----------------------------------------------------
+# -- the top of the package ---------------------------------------------------
 
-#: from the bottom to the top; a package stands for all of its modules that
-#: are not named themselves. A module imports from its own layer and from
-#: those below it (docs/design.md, section 2).
-LAYERS = {
-    "foundations": "arguments environment errors tensor_files files "
-        "notebook probes",
-    "Gluon's files": "gluon_io",
-    "contract of an engine": "backends.base backends.messages backends.ledger "
-        "backends.scope backends.probing backends._allocator backends._kept "
-        "backends._workers backends.containers backends.wrapper",
-    "registry": "backends",
-    "engines": "backends._mxnet backends._torch backends.gluon_layers",
-    "devices, data and formulas": "nested inputs device split data datasets "
-        "prefetching initializers optimizers lr_scheduler losses loss_scale "
-        "host_memory collectives distributed progress functional "
-        "models strict conversion compat metrics prediction weight_files",
-    "replicas": "batch_norm parameters replicas",
-    "trainer": "schedule_state rule_updates trainer_states "
-        "distributed.step_agreement trainer",
-    "training": "callbacks extra_states checkpoint checkpoint_folder stopping "
-        "evaluation training resuming",
-    "clocks and figures": "background timing profile_advice profiling "
-        "plotting",
-    "the public names": ". _api",
-    "tools": "chapters doctor bench inspection compat.mxnet",
-    "parity": "parity testing",
-    "command line": "cli parity.commands __main__",
-}
-
-#: imports for annotations only, which run upwards or round in a circle
-ONLY_ANNOTATE = {
-    ("mgpu.parameters", "mgpu.replicas"),
-    ("mgpu.prediction", "mgpu.replicas"),
-    ("mgpu.weight_files", "mgpu.replicas"),
-    ("mgpu.compat.gluon", "mgpu.replicas"),
-    ("mgpu.replicas.values", "mgpu.replicas.replicas"),
-    ("mgpu.compat.pytorch", "mgpu.replicas"),
-    ("mgpu.compat.pytorch", "mgpu.trainer"),
-    ("mgpu.backends._torch.meaning", "mgpu.backends._torch.network"),
-    # loaded for those who ask for them (`mgpu.__getattr__`)
-    ("mgpu", "mgpu.bench"), ("mgpu", "mgpu.parity"), ("mgpu", "mgpu.testing"),
-}
+def test_few_modules_are_at_the_top():
+    """Packages hold the code; what is at the top is public."""
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {
+        "__init__", "__main__", "_api", "callbacks", "d2l", "datasets",
+        "errors", "initializers", "losses", "metrics", "optimizers",
+        "testing"}
+    assert len(dir(mgpu)) <= 45
 
 
-def imports(source, modules):
-    """The modules of mgpu that a source imports, wherever it does, each with
-    whether that is inside ``if TYPE_CHECKING``."""
-    found = []
-    typing = {id(inner) for node in nodes(source) if isinstance(node, ast.If)
-              and isinstance(node.test, ast.Name | ast.Attribute)
-              and ast.unparse(node.test).endswith("TYPE_CHECKING")
-              for statement in node.body for inner in ast.walk(statement)}
-    for node in nodes(source):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "imports of mgpu are absolute"
-            inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in modules else node.module
-                     for name in inner]
-        found += [(name, id(node) in typing) for name in names
-                  if name.split(".")[0] == "mgpu"]
-    return found
-
-
-@functools.cache
-def layer_of(module):
-    """The number of a module's layer: of the longest name that fits."""
-    fits = [(len(name), number) for number, names in enumerate(LAYERS.values())
-            for name in ("mgpu." + n if n != "." else "mgpu"
-                         for n in names.split())
-            if module == name or name != "mgpu"
-            and module.startswith(name + ".")]
-    assert fits, f"{module} is in no layer: give it one in LAYERS"
-    return max(fits)[1]
-
-
-def upward(sources):
-    """Imports of a higher layer, but for those that only annotate."""
-    return [(name, target) for name, source in sources.items()
-            for target, typing in imports(source, sources)
-            if layer_of(target) > layer_of(name)
-            and not (typing and (name, target) in ONLY_ANNOTATE)]
-
-
-def circles(sources):
-    """Modules that import themselves through others, but for those imports
-    that only annotate."""
-    graph = {name: {target for target, typing in imports(source, sources)
-                    if not (typing and (name, target) in ONLY_ANNOTATE)}
-             for name, source in sources.items()}
-    reach = {name: set(targets) for name, targets in graph.items()}
-    for middle in graph:
-        for targets in reach.values():
-            if middle in targets:
-                targets |= reach[middle]
-    return sorted(name for name, targets in reach.items() if name in targets)
-
-
-def test_imports_run_downwards_without_a_circle():
-    """The list of exceptions holds nothing that is over."""
-    everything = sources()
-    assert upward(everything) == circles(everything) == []
-    assert {(name, target) for name, source in everything.items()
-            for target, typing in imports(source, everything) if typing
-            and (name, target) in ONLY_ANNOTATE} == ONLY_ANNOTATE
-
-
-def test_an_upward_import_is_seen():
-    for source in (
-            "from mgpu import trainer", "import mgpu.trainer",
-            "from mgpu.trainer import Trainer",
-            "def f():\n    from mgpu.trainer import Trainer",
-            "if typing.TYPE_CHECKING:\n    import mgpu.trainer"):
-        assert upward({"mgpu.split": source, "mgpu.trainer": ""}) == [
-            ("mgpu.split", "mgpu.trainer")]
-        assert upward({"mgpu.training": source, "mgpu.trainer": ""}) == []
-
-
-def test_a_circle_is_seen():
-    a, b, c = "mgpu.split", "mgpu.device", "mgpu.nested"
-    wrong = {a: "from mgpu import device",
-             b: "def f():\n    from mgpu.nested import leaves",
-             c: "if TYPE_CHECKING:\n    import mgpu.split", "mgpu.files": ""}
-    assert circles(wrong) == [b, c, a] and upward(wrong) == []
-    assert circles({**wrong, c: "import numpy"}) == []
-
-
-# -- private names stay at home -----------------------------------------------
+# -- private names ------------------------------------------------------------
 
 def is_private(name):
     return name.startswith("_") and not name.startswith("__")

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from helpers import assert_bit_equal
-from mgpu import files, tensor_files
 from mgpu.errors import CheckpointCorrupt, MgpuError
+from mgpu.utils import files, tensor_files
 
 FORM = "test 1"
 ARRAYS = {

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mgpu import timing
-from mgpu.device import cpu
-from mgpu.timing import (Accumulator, Benchmark, Timer, number,
-                         synchronize)
+from mgpu.backends.device import cpu
+from mgpu.tools import timing
+from mgpu.tools.timing import (Accumulator, Benchmark, Timer, number,
+                               synchronize)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from helpers import (ENGINES, assert_bit_equal, convnet, foreign_array, mlp,
 from steps import (DYADIC, LOSS, ROWS, assert_close, assert_replicas_equal,
                    assert_unchanged, backward, batch, gradients, initialize,
                    sgd, train, train_natively, trained_by_gluon, values)
+from mgpu.collectives import host_memory
 
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
 OPTIMIZERS = [
@@ -54,11 +55,11 @@ def test_blocks_of_a_weight_are_the_whole(backend, semantics, monkeypatch):
     """In the host's memory a rule gets a few numbers of a weight at a time,
     in NumPy; by itself it gets whole arrays of the engine. (Rules that need
     a norm, or row, of a whole weight always get it.)"""
-    monkeypatch.setattr(mgpu.host_memory, "UPDATE_BLOCK", 64)
-    monkeypatch.setattr(mgpu.host_memory, "SHARE", 16)
-    monkeypatch.setattr(mgpu.host_memory, "cpu_cores", lambda: 3)
-    blocks, calls = mgpu.host_memory.work_on, []
-    monkeypatch.setattr(mgpu.host_memory, "work_on", lambda *arguments: (
+    monkeypatch.setattr(host_memory, "UPDATE_BLOCK", 64)
+    monkeypatch.setattr(host_memory, "SHARE", 16)
+    monkeypatch.setattr(host_memory, "cpu_cores", lambda: 3)
+    blocks, calls = host_memory.work_on, []
+    monkeypatch.setattr(host_memory, "work_on", lambda *arguments: (
         calls.append(arguments), blocks(*arguments)))
     for name, rule in mgpu.optimizers.RULES[semantics].items():
         if rule.needs_whole:

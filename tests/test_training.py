@@ -12,7 +12,7 @@ import mgpu
 from helpers import (assert_bit_equal, bricks, convnet,
                      foreign_array, mlp, on, refusal_of_foreign,
                      relative_difference)
-from mgpu import functional as F
+from mgpu.nn import functional as F
 from steps import (LOSS, assert_close, assert_unchanged, batch,
                    check_as_on_one_device, initialize, values)
 
@@ -218,7 +218,7 @@ def test_rows_are_those_of_the_first_input(backend, devices, batch_norm):
         shards = [
             ([mgpu.put(X[i].reshape(2, 3), device) for i in range(a, b)],
              [{"boxes": mgpu.put(boxes[i], device)} for i in range(a, b)])
-            for device, (a, b) in zip(devices, mgpu.split.shard_bounds(
+            for device, (a, b) in zip(devices, mgpu.data.split.shard_bounds(
                 len(X), len(devices)))]
         return shards, [found for _, found in shards]
 
@@ -238,7 +238,7 @@ def test_rows_are_those_of_the_first_input(backend, devices, batch_norm):
             losses = mgpu.train_batch(X[:rows], None, replicas, loss, trainer,
                                       split)
         assert [0 if x is None else len(x) for x in losses] == [
-            b - a for a, b in mgpu.split.shard_bounds(rows, len(devices))]
+            b - a for a, b in mgpu.data.split.shard_bounds(rows, len(devices))]
         return values(replicas)
     for rows in (5, 1):
         for by_hand in (False, True):
@@ -598,7 +598,7 @@ def test_arguments_of_another_kind_are_named(backend):
             ("test_iter", 3, "test_iter must be an iterable of batches"),
             ("test_iter", [1, 2], "a int"), ("test_iter", "ab", "str"),
             ("evaluate", 3, "evaluate is a function"),
-            ("animator", True, "animator must be an mgpu.plotting.Animator")):
+            ("animator", True, "animator must be an mgpu.d2l.Animator")):
         with pytest.raises(TypeError, match=words):
             mgpu.train(replicas, **{
                 "train_iter": batches(2), "test_iter": None, "loss": loss,

@@ -4,7 +4,8 @@ import numpy as np
 from torch import nn
 
 import mgpu
-from mgpu import functional, parity
+from mgpu import parity
+from mgpu.nn import functional
 
 mgpu.set_backend("torch")
 

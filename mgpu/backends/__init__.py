@@ -14,10 +14,10 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from mgpu import environment
 from mgpu.backends._allocator import give_back as give_back
 from mgpu.backends.base import Backend, Given
 from mgpu.errors import BackendNotAvailable
+from mgpu.utils import environment
 
 
 class Entry(NamedTuple):

@@ -3,7 +3,7 @@ to give it back."""
 import ctypes
 import functools
 
-from mgpu import environment
+from mgpu.utils import environment
 
 # of malloc.h
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8

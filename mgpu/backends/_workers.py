@@ -18,9 +18,9 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from mgpu import probes
 from mgpu.backends._allocator import give_back
 from mgpu.backends.base import ContextManager
+from mgpu.utils import probes
 
 #: seconds without work after which a thread gives freed memory back
 IDLE = 30.0

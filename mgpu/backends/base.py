@@ -40,7 +40,7 @@ from mgpu.backends.probing import (AVERAGE, Array, AroundUpdate,  # noqa: F401
                                    Float32Functions, Layer, LayerCallback,
                                    Observed, OwnParts, Probe, clipping,
                                    may_look_inside, named, own_kind)
-from mgpu.files import FilePath
+from mgpu.utils.files import FilePath
 
 
 # -- the vocabulary -----------------------------------------------------------
@@ -1048,8 +1048,8 @@ class Backend(Protocol):
         names of arrays that are not trained."""
 
     def converter(self, name: str) -> Callable[..., Any]:
-        """The function of this name that `mgpu.conversion` describes, which
-        reads or writes networks for PyTorch."""
+        """The function of this name that `mgpu.compat.conversion`
+        describes, which reads or writes networks for PyTorch."""
         raise messages.not_supported(
             self.name, name, "call mgpu.set_backend('torch') before (a Block "
             "has export and save_parameters).")

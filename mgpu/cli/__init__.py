@@ -22,9 +22,9 @@ import importlib
 import click
 
 import mgpu
-from mgpu.chapters import differences
 from mgpu.cli.errors import Group
 from mgpu.cli.options import parse_devices
+from mgpu.tools.chapters import differences
 
 __all__ = ["cli", "differences", "parse_devices"]
 

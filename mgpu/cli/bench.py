@@ -5,13 +5,13 @@ from typing import Any
 import click
 from click import option
 
-from mgpu import bench as benchmark
-from mgpu import files
 from mgpu.cli import options as shared
 from mgpu.cli.errors import Command
 from mgpu.cli.find import find
 from mgpu.cli.options import Parsed
 from mgpu.cli.tables import print_table, print_text
+from mgpu.tools import bench as benchmark
+from mgpu.utils import files
 
 
 @click.command(cls=Command)

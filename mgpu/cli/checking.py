@@ -11,9 +11,9 @@ import numpy as np
 import mgpu
 from mgpu.cli import find
 from mgpu.cli.errors import Refused
+from mgpu.data.nested import leaves
 from mgpu.gluon_io import Graph, load_graph
 from mgpu.gluon_io.graph import dense_arrays, entries
-from mgpu.nested import leaves
 
 #: rows, and steps, of what is compared
 ROWS, STEPS = 4, 3

@@ -1,8 +1,8 @@
 """`mgpu doctor`."""
 import click
 
-from mgpu import doctor as examination
 from mgpu.cli.errors import Command
+from mgpu.tools import doctor as examination
 
 
 @click.command(cls=Command)

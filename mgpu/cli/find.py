@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import mgpu
-from mgpu import datasets, losses
-from mgpu.arguments import one_of
 from mgpu.cli.options import LOSSES
+from mgpu.data import datasets
+from mgpu.nn import losses
+from mgpu.utils.arguments import one_of
 
 
 # -- MODULE:NAME --------------------------------------------------------------

@@ -16,15 +16,15 @@ from click import Choice, argument, option
 from rich.console import Console
 
 import mgpu
-from mgpu import environment, files, inspection
-from mgpu.cli import checking
-from mgpu.cli import options as shared
+from mgpu.cli import checking, options as shared
 from mgpu.cli.errors import Command, Refused, exit_status
 from mgpu.cli.options import Parsed
 from mgpu.cli.tables import print_table, print_text
+from mgpu.data.nested import leaves
 from mgpu.gluon_io import load_graph
 from mgpu.gluon_io.graph import dense_arrays
-from mgpu.nested import leaves
+from mgpu.tools import inspection
+from mgpu.utils import environment, files
 
 _FILE = click.Path(dir_okay=False)
 

@@ -9,7 +9,9 @@ from click import Choice, IntRange, option
 from click.core import ParameterSource
 
 import mgpu
-from mgpu import backends, files, losses
+from mgpu import backends
+from mgpu.nn import losses
+from mgpu.utils import files
 
 #: losses of `--loss` by name
 LOSSES = {

@@ -18,12 +18,11 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from mgpu.cli import find
-from mgpu.cli import options as shared
+from mgpu.cli import find, options as shared
 from mgpu.cli.errors import Command, Group, exit_status
 from mgpu.cli.options import Parsed
 from mgpu.gluon_io.script import ScriptLine, lint_script
-from mgpu.progress import ProgressBar
+from mgpu.training.progress import ProgressBar
 
 if TYPE_CHECKING:
     from mgpu import parity as api

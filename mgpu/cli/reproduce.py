@@ -9,14 +9,16 @@ import numpy as np
 from click import IntRange, option
 
 import mgpu
-from mgpu import bench, chapters, datasets, doctor, files, plotting
+from mgpu.backends.device import Device
 from mgpu.cli import options as shared
 from mgpu.cli.errors import Command
 from mgpu.cli.options import Parsed
 from mgpu.cli.tables import print_table
-from mgpu.device import Device
-from mgpu.plotting.charts import mean_rate
-from mgpu.plotting.style import check_figure
+from mgpu.data import datasets
+from mgpu.tools import bench, chapters, doctor, plotting
+from mgpu.tools.plotting.charts import mean_rate
+from mgpu.tools.plotting.style import check_figure
+from mgpu.utils import files
 
 CHAPTERS: dict[str, Callable[..., chapters.Run]] = {
     "auto-parallelism": chapters.auto_parallelism,

@@ -10,17 +10,17 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from mgpu.arguments import is_integer
 from mgpu.backends import get_backend
 from mgpu.backends.base import Array
 from mgpu.collectives.checks import (OPS, check_apart, check_joinable,
                                      check_list, check_op, check_reducible,
                                      check_root, forms)
-from mgpu.collectives.strategies import (STRATEGIES, AllReduce,
-                                         allreduce_by, broadcast_from,
-                                         combine, reduce_to, strategy_of)
-from mgpu.host_memory import threads_for
-from mgpu.split import shard_bounds
+from mgpu.collectives.host_memory import threads_for
+from mgpu.collectives.strategies import (STRATEGIES, AllReduce, allreduce_by,
+                                         broadcast_from, combine, reduce_to,
+                                         strategy_of)
+from mgpu.data.split import shard_bounds
+from mgpu.utils.arguments import is_integer
 
 __all__ = ["ALGORITHMS", "OPS", "AllReduce", "allgather", "allreduce",
            "allreduce_many", "assign_roots", "broadcast", "check_joinable",

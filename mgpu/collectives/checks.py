@@ -2,9 +2,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mgpu.arguments import is_integer
 from mgpu.backends import get_backend, messages
 from mgpu.backends.base import Array
+from mgpu.utils.arguments import is_integer
 
 OPS = ("sum", "mean", "max", "min")
 #: bytes of one element, by `dtype_name`

@@ -23,11 +23,11 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from mgpu import host_memory
 from mgpu.backends import get_backend
 from mgpu.backends.base import Array
+from mgpu.collectives import host_memory
 from mgpu.collectives.checks import ITEMSIZE, check_apart, dtype_name
-from mgpu.split import shard_bounds
+from mgpu.data.split import shard_bounds
 
 
 class AllReduce:

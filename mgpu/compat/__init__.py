@@ -1,1 +1,1 @@
-"""Names that users of Gluon and PyTorch know, with mgpu's meaning."""
+"""Names, files and trainings of Gluon, and names of PyTorch."""

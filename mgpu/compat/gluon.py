@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mgpu import gluon_io
-from mgpu.arguments import is_number, number, one_of
 from mgpu.backends import get_backend, messages
 from mgpu.backends.base import BUFFERS, Backend
-from mgpu.device import Device, as_devices
-from mgpu.files import FilePath
+from mgpu.backends.device import Device, as_devices
+from mgpu.utils.arguments import is_number, number, one_of
+from mgpu.utils.files import FilePath
 
 if TYPE_CHECKING:
-    from mgpu.replicas import Replicas  # noqa: F401
+    from mgpu.training.replicas import Replicas  # noqa: F401
 
 #: stores of one process, which give the same sums
 _STORES = ("device", "local", "local_update_cpu", "local_allreduce_cpu",

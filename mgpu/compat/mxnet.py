@@ -26,10 +26,12 @@ import numpy as _np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 import mgpu
-from mgpu import arguments, initializers, losses, lr_scheduler, metrics
-from mgpu.arguments import one_of
-from mgpu.device import as_devices
-from mgpu.nested import OnDevices, shards_of
+from mgpu.backends.device import as_devices
+from mgpu.data.nested import OnDevices, shards_of
+from mgpu.nn import initializers, losses, metrics
+from mgpu.optim import lr_scheduler
+from mgpu.utils import arguments
+from mgpu.utils.arguments import one_of
 
 __all__ = ["Context", "HostArray", "Rows", "autograd", "cpu", "gluon", "gpu",
            "init", "initialize", "initializer", "lr_scheduler", "metric",

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mgpu.backends.base import BUFFERS
 
 if TYPE_CHECKING:
-    from mgpu.replicas import Replicas  # noqa: F401
-    from mgpu.trainer import Trainer
+    from mgpu.training.replicas import Replicas  # noqa: F401
+    from mgpu.training.trainer import Trainer
 
 class IncompatibleKeys(NamedTuple):
     """What `Replicas.load_state_dict` returns, as torch's does."""

@@ -1,1 +1,1 @@
-"""Batches: how they are split and joined."""
+"""Nested batches, their split over devices, datasets and prefetching."""

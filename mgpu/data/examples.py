@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mgpu import environment
 from mgpu.backends import containers
 from mgpu.backends.base import Backend
 from mgpu.backends.containers import Batch, Call, Probed
-from mgpu.nested import axis_in
-from mgpu.split import shard_bounds
+from mgpu.data.nested import axis_in
+from mgpu.data.split import shard_bounds
+from mgpu.utils import environment
 
 #: calls that ``MGPU_DEBUG=1`` compares with one device
 _COMPARED = 3

@@ -19,11 +19,11 @@ import threading
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from mgpu import environment
-from mgpu.arguments import number, one_of
 from mgpu.distributed.world import Span, World, current, enter, in_words
 from mgpu.errors import (ModelMismatch, UnevenWork, WorkerError, WorkerFailed,
                          WorkerLost)
+from mgpu.utils import environment
+from mgpu.utils.arguments import number, one_of
 
 __all__ = ["ModelMismatch", "Span", "UnevenWork", "World", "WorkerError",
            "WorkerFailed", "WorkerLost", "barrier", "current", "gather",

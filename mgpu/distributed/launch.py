@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mgpu import backends, environment
+from mgpu import backends
+from mgpu.utils import environment
 
 #: lines of a traceback that are shown, and ranks besides the first
 _LINES, _OTHERS = 25, 8

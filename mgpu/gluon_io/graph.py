@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mgpu.errors import UnreadableSymbol
-from mgpu.files import FilePath, path_of
 from mgpu.gluon_io.params import load_params
+from mgpu.utils.files import FilePath, path_of
 
 #: whose gradient is 1, whatever follows
 LOSSES = ("MakeLoss", "make_loss")

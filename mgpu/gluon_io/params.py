@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from mgpu.errors import UnreadableParams
-from mgpu.files import FilePath, npy_members, part_of, path_of
+from mgpu.utils.files import FilePath, npy_members, part_of, path_of
 
 _LIST = 0x112
 #: how a file begins

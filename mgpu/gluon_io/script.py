@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mgpu.files import FilePath, path_of
+from mgpu.utils.files import FilePath, path_of
 
 
 class Line(NamedTuple):

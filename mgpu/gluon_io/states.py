@@ -7,8 +7,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from mgpu.files import FilePath, path_of
 from mgpu.gluon_io.params import MAGIC, Array, UnreadableParams, read_array
+from mgpu.utils.files import FilePath, path_of
 
 
 class Record:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.nested import map_leaves
+from mgpu.data.nested import map_leaves
 
 Batch = tuple[Any, Any]
 Batches = Iterable[Batch]

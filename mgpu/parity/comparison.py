@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.arguments import is_number, one_of
 from mgpu.backends import give_back
 from mgpu.backends.base import AVERAGE
-from mgpu.nested import map_leaves
+from mgpu.data.nested import map_leaves
 from mgpu.parity import keys, matching, measure
 from mgpu.parity.averages import Averages
 from mgpu.parity.batches import Batches, endless, first_rows
@@ -36,6 +35,7 @@ from mgpu.parity.run import (Arrays, Calls, Run, State, StepResult,
                              translate)
 from mgpu.parity.side import check_common, complete
 from mgpu.parity.spill import spilled_state, spilled_step
+from mgpu.utils.arguments import is_number, one_of
 
 __all__ = ["CHAOS", "Comparison", "Evidence", "Location", "NUDGES", "Result",
            "STAGES", "TOLERANCE", "check_deterministic", "compare",

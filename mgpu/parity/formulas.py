@@ -12,17 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mgpu.backends.base import AVERAGE
-from mgpu.host_memory import HOST_OPS
-from mgpu.optimizers import Optimizer, counterpart
-from mgpu.optimizers.gluon_rules import COMPILED
-from mgpu.parity.causes.update_search import (as_class, lost_options,
-                                              options_of)
+from mgpu.checkpoints.trainer_states import TrainerStates
+from mgpu.collectives.host_memory import HOST_OPS
+from mgpu.optim import Optimizer, counterpart
+from mgpu.optim.gluon_rules import COMPILED
+from mgpu.parity.causes.update_search import as_class, lost_options, options_of
 from mgpu.parity.live import LiveRun
 from mgpu.parity.measure import Gap
 from mgpu.parity.own import OwnRun, Update
 from mgpu.parity.run import (Arrays, Run, State, StepResult, common_factor,
                              norms_left, rate_outside_velocity, translate)
-from mgpu.trainer_states import TrainerStates
 
 #: stages that another formula of the update or of clipping explains
 _STAGES = {"clipping", "weight", "memory"}

@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import notebook
-from mgpu.arguments import is_integer
-from mgpu.nested import rows_of
+from mgpu.data.nested import rows_of
 from mgpu.parity import measure
 from mgpu.parity.batches import Batches, endless
 from mgpu.parity.comparison import Comparison
@@ -17,6 +15,8 @@ from mgpu.parity.measure import TOLERANCE, Gap
 from mgpu.parity.result import Result
 from mgpu.parity.run import Calls, LayerCall, State
 from mgpu.parity.side import check_common, complete, factory, fresh
+from mgpu.utils import notebook
+from mgpu.utils.arguments import is_integer
 
 __all__ = ["InvarianceReport", "LayerReport", "NETWORK", "STATUSES",
            "TOLERANCE", "factory", "fresh", "invariance"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.nested import leaves
+from mgpu.data.nested import leaves
 
 #: the keys and positions that lead to an array
 Path = tuple[Any, ...]

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu import losses
 from mgpu.backends import base, using_backend
-from mgpu.device import list_devices
-from mgpu.nested import cast_floats, rows_of
-from mgpu.optimizers import Optimizer, counterpart, create
-from mgpu.parameters import STATISTICS
+from mgpu.backends.device import list_devices
+from mgpu.data.nested import cast_floats, rows_of
+from mgpu.data.split import split_batch
+from mgpu.nn import losses
+from mgpu.optim import Optimizer, counterpart, create
 from mgpu.parity.side import network_of
-from mgpu.replicas import initialize
-from mgpu.split import split_batch
+from mgpu.training.parameters import STATISTICS
+from mgpu.training.replicas import initialize
 
 
 class Finding(NamedTuple):

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends import base, using_backend
-from mgpu.device import list_devices
-from mgpu.nested import as_inputs, cast_floats, leaves, rows_of
+from mgpu.backends.device import list_devices
+from mgpu.checkpoints.trainer_states import TrainerStates
+from mgpu.data.nested import as_inputs, cast_floats, leaves, rows_of
+from mgpu.data.split import split_batch
 from mgpu.parity.batches import Batch
 from mgpu.parity.keys import in_order_of, paths
 from mgpu.parity.masks import Masks
@@ -18,11 +20,9 @@ from mgpu.parity.run import (Arrays, Calls, LayerCall, Put, Run, State,
                              StepResult, UpdateRule, at_one_device)
 from mgpu.parity.side import network_of
 from mgpu.parity.spill import spilled
-from mgpu.replicas import initialize
-from mgpu.split import split_batch
-from mgpu.trainer import Trainer
-from mgpu.trainer_states import TrainerStates
-from mgpu.training import backward, parallel, record
+from mgpu.training.functions import backward, parallel, record
+from mgpu.training.replicas import initialize
+from mgpu.training.trainer import Trainer
 
 # A counter of torch's batch norm; Gluon has none.
 _COUNTER = "num_batches_tracked"

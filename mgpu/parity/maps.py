@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.arguments import is_integer
 from mgpu.errors import MatchError
 from mgpu.parity.forms import (Blocks, Each, Join, Shape, Step, Turn, View,
                                undone)
 from mgpu.parity.plan import Entry, Pair
+from mgpu.utils.arguments import is_integer
 
 #: what an explicit map may say of a parameter of `a`: its name in `b`, or a
 #: dict of what `Wish` has

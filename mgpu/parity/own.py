@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.arguments import is_number
 from mgpu.backends import base, using_backend
-from mgpu.host_memory import HOST_OPS
-from mgpu.nested import leaves
-from mgpu.optimizers import RULES, Optimizer
+from mgpu.checkpoints.trainer_states import TrainerStates
+from mgpu.collectives.host_memory import HOST_OPS
+from mgpu.data.nested import leaves
+from mgpu.optim import RULES, Optimizer
 from mgpu.parity.live import LiveRun, rows_of_shards
 from mgpu.parity.masks import Masks
 from mgpu.parity.run import (Arrays, Calls, LayerCall, OwnStep, State,
                              StepResult, UpdateRule, join_devices)
-from mgpu.trainer_states import TrainerStates
+from mgpu.utils.arguments import is_number
 
 #: the name of an optimiser that mgpu has no rule for
 UNKNOWN = "unknown"

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 
-from mgpu import environment, files
 from mgpu.parity import tables
 from mgpu.parity.measure import STAGES
 from mgpu.parity.result import Result
-from mgpu.plotting import style
+from mgpu.tools.plotting import style
+from mgpu.utils import environment, files
 
 # In a chart a stage has its colour and its marker, whatever else is there.
 _COLOURS = (style.INK, style.INK, *style.PALETTE[:3], style.GREY,

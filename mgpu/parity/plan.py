@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.parameters import STATISTICS
 from mgpu.parity.forms import Step, Turn, take, text, undone
+from mgpu.training.parameters import STATISTICS
 
 
 class Entry(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.nested import map_leaves
+from mgpu.data.nested import map_leaves
 from mgpu.parity.batches import first_rows
 from mgpu.parity.live import LiveRun, refuse_draws
 from mgpu.parity.own import OwnRun

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import losses, optimizers
+from mgpu import optim
 from mgpu.backends import base
-from mgpu.optimizers import Optimizer
+from mgpu.checkpoints.trainer_states import by_layer
+from mgpu.nn import losses
+from mgpu.optim import Optimizer
 from mgpu.parity import matching
 from mgpu.parity.batches import Batch, first_rows
 from mgpu.parity.live import LiveRun
@@ -17,7 +19,6 @@ from mgpu.parity.measure import summary
 from mgpu.parity.run import (Arrays, Calls, LayerCall, Run, State, StepResult,
                              UpdateRule, at_one_device)
 from mgpu.parity.trace_file import Reader, Writer
-from mgpu.trainer_states import by_layer
 
 #: rows of each output that the diagnosis of a layer gets
 ROWS = 4
@@ -71,7 +72,7 @@ def describe_probe(writer: Writer, run: LiveRun, before: State, X: Any
 
 def known_optimizer(node: Mapping[str, Any]) -> Optimizer | None:
     """The optimiser that a file names. Only those of mgpu are known."""
-    known = {rule.__name__: rule for rules in optimizers.RULES.values()
+    known = {rule.__name__: rule for rules in optim.RULES.values()
              for rule in rules.values()}
     return known[node["name"]](**node["options"]) \
         if node["name"] in known else None

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import environment, files
 from mgpu.parity.measure import STAGES
 from mgpu.parity.page import check_packages, check_page, to_html, write_html
 from mgpu.parity.result import SHORT, Result
@@ -13,6 +12,7 @@ from mgpu.parity.tables import (Rows, Table, first_rows, layer_table,
                                 location_rows, plan_table, sentence,
                                 short_rows, side_table, stage_table, text,
                                 versions)
+from mgpu.utils import environment, files
 
 __all__ = ["STAGES", "check_packages", "check_page", "first_rows",
            "layer_table", "location_rows", "plan_table", "print_result",

@@ -3,12 +3,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from mgpu import notebook
 from mgpu.parity.causes.registry import Cause
 from mgpu.parity.location import Location
 from mgpu.parity.matching import Plan
 from mgpu.parity.measure import STAGES, Gap
 from mgpu.parity.run import Arrays, Calls, Run, State, StepResult
+from mgpu.utils import notebook
 
 #: the worst first
 STATUSES = ("different", "formula", "rounding", "zero", "same")

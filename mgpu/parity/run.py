@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from mgpu.backends import base
+from mgpu.checkpoints.trainer_states import TrainerStates
 from mgpu.errors import CannotRun as CannotRun
-from mgpu.optimizers import Optimizer, counterpart
+from mgpu.optim import Optimizer, counterpart
 from mgpu.parity.batches import Batch
 from mgpu.parity.forms import take
 from mgpu.parity.keys import Path
 from mgpu.parity.matching import Entry, Pair, Plan, RunWith
-from mgpu.trainer_states import TrainerStates
 
 #: NumPy arrays by the name of a parameter
 Arrays = dict[str, np.ndarray]

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from mgpu.arguments import one_of
 from mgpu.backends import backend_of
-from mgpu.losses import SoftmaxCrossEntropyLoss
+from mgpu.nn.losses import SoftmaxCrossEntropyLoss
 from mgpu.parity.measure import TOLERANCE
+from mgpu.utils.arguments import one_of
 
 
 @dataclass

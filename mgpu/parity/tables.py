@@ -3,10 +3,10 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from mgpu import doctor
 from mgpu.parity import forms
 from mgpu.parity.measure import STAGES, Gap, layer_of
 from mgpu.parity.result import BY_STAGE, Result
+from mgpu.tools import doctor
 
 #: titles of the columns, and rows
 Table = tuple[list[str], list[list[str]]]

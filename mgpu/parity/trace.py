@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu import files
-from mgpu.arguments import one_of
 from mgpu.parity import matching
 from mgpu.parity.batches import Batches, endless
 from mgpu.parity.comparison import Comparison, check_deterministic
@@ -26,6 +24,8 @@ from mgpu.parity.result import Evidence, Result
 from mgpu.parity.run import Calls, LayerCall, State, StepResult
 from mgpu.parity.side import Side, check_common, complete
 from mgpu.parity.trace_file import FORMAT, Writer, safetensors
+from mgpu.utils import files
+from mgpu.utils.arguments import one_of
 
 __all__ = ["FORMAT", "MOST", "PARTS", "PLACES", "ROWS", "Recorded",
            "Recording", "TOLERANCE", "compare_trace", "record"]

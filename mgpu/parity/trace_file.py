@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import environment, files
 from mgpu.backends import messages
+from mgpu.checkpoints.trainer_states import TrainerStates
 from mgpu.parity.run import LayerCall, State
-from mgpu.trainer_states import TrainerStates
+from mgpu.utils import environment, files
 
 FORMAT = "mgpu trace 1"
 

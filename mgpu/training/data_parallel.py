@@ -5,9 +5,9 @@ from typing import Any
 
 from mgpu import distributed
 from mgpu.backends import get_backend
-from mgpu.batch_norm import Meeting, SyncBatchNorm
-from mgpu.device import as_devices
+from mgpu.backends.device import as_devices
 from mgpu.data.examples import BatchSplit
+from mgpu.nn.batch_norm import Meeting, SyncBatchNorm
 
 
 def DataParallel(net: Any, devices: Sequence[Any], *,

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import distributed, probes
-from mgpu.arguments import integer
+from mgpu import distributed
 from mgpu.backends import Backend, get_backend, messages
-from mgpu.device import as_devices
-from mgpu.losses import parts_of_batch
-from mgpu.nested import NoRows
-from mgpu.trainer import check_batch_size
+from mgpu.backends.device import as_devices
+from mgpu.data.nested import NoRows
+from mgpu.nn.losses import parts_of_batch
+from mgpu.training.trainer import check_batch_size
+from mgpu.utils import probes
+from mgpu.utils.arguments import integer
 
 
 def put(x: Any, device: Any, *, dtype: str | None = None) -> Any:

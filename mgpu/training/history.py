@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import notebook
+from mgpu.utils import notebook
 
 
 @dataclass

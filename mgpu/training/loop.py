@@ -14,29 +14,30 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import distributed, prefetching
-from mgpu.arguments import batches as as_batches
-from mgpu.arguments import integer
+from mgpu import distributed
 from mgpu.backends import get_backend, give_back, using_backend
-from mgpu.callbacks import Calls
-from mgpu.checkpoint_folder import Folder
-from mgpu.device import Device
+from mgpu.backends.device import Device
+from mgpu.checkpoints.checkpoint_folder import Folder
+from mgpu.data import prefetching
+from mgpu.data.inputs import as_rounds
+from mgpu.data.nested import (arrays_in, as_inputs, as_pair, is_empty,
+                              map_leaves, rows_of)
+from mgpu.data.split import split_batch
 from mgpu.errors import NonFiniteLoss
-from mgpu.evaluation import check_place, check_scores, evaluate_accuracy_gpus
-from mgpu.files import FilePath
-from mgpu.inputs import as_rounds
-from mgpu.losses import Loss as OwnLoss
-from mgpu.metrics import on_host
-from mgpu.nested import (arrays_in, as_inputs, as_pair, is_empty, map_leaves,
-                         rows_of)
-from mgpu.progress import ProgressBar
-from mgpu.replicas import Replicas
-from mgpu.split import split_batch
-from mgpu.stopping import Stop, Stopped
-from mgpu.tensor_files import digest_of
-from mgpu.trainer import Trainer, check_pair
+from mgpu.nn.losses import Loss as OwnLoss
+from mgpu.nn.metrics import on_host
+from mgpu.training.callbacks import Calls
+from mgpu.training.evaluation import (check_place, check_scores,
+                                      evaluate_accuracy_gpus)
 from mgpu.training.history import History
+from mgpu.training.progress import ProgressBar
+from mgpu.training.replicas import Replicas
 from mgpu.training.step import Loss, is_number, train_batches
+from mgpu.training.stopping import Stop, Stopped
+from mgpu.training.trainer import Trainer, check_pair
+from mgpu.utils.arguments import batches as as_batches, integer
+from mgpu.utils.files import FilePath
+from mgpu.utils.tensor_files import digest_of
 
 
 def _named(loss: Loss) -> list[Any]:
@@ -150,7 +151,7 @@ class Loop:
             setattr(self, name, integer(name, getattr(self, name), least))
         as_batches("train_iter", self.train_iter)
         if self.animator is not None and not hasattr(self.animator, "add"):
-            raise TypeError("animator must be an mgpu.plotting.Animator; "
+            raise TypeError("animator must be an mgpu.d2l.Animator; "
                             f"received {self.animator!r}. Pass one, or None.")
         self._batches = prefetching.prefetch(
             self.train_iter, self.prefetch, devices=self.devices) \
@@ -360,7 +361,7 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
         a number, so a loss can be finite over weights that are not.
     progress : bool
         Draw a bar (tqdm; without the package there is none).
-    animator : mgpu.plotting.Animator, optional
+    animator : mgpu.d2l.Animator, optional
         Gets (epoch, [train loss, test accuracy]).
     prefetch : int
         Batches that a thread draws ahead (`mgpu.prefetch`); 0: each batch
@@ -436,7 +437,7 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
         Evaluate only there (default: on all devices).
     progress : bool
         Draw a progress bar, where tqdm is installed.
-    animator : mgpu.plotting.Animator, optional
+    animator : mgpu.d2l.Animator, optional
     prefetch, max_inflight : int
         Batches drawn ahead, and steps queued: see `train_epochs`.
     evaluate : callable, optional

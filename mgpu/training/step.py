@@ -6,18 +6,19 @@ from functools import partial
 from itertools import accumulate as running
 from typing import Any
 
-from mgpu import distributed, probes
-from mgpu.arguments import integer
+from mgpu import distributed
 from mgpu.backends import using_backend
-from mgpu.device import Device
-from mgpu.evaluation import split_inputs
-from mgpu.losses import check_per_example
-from mgpu.nested import (as_inputs, examples_of, is_empty, is_listed, lists_in,
-                         row_counts, rows_of)
-from mgpu.replicas import Replicas
-from mgpu.split import cut_rows, join_shards, shard_bounds, split_batch
-from mgpu.trainer import Trainer, check_pair
+from mgpu.backends.device import Device
+from mgpu.data.nested import (as_inputs, examples_of, is_empty, is_listed,
+                              lists_in, row_counts, rows_of)
+from mgpu.data.split import cut_rows, join_shards, shard_bounds, split_batch
+from mgpu.nn.losses import check_per_example
+from mgpu.training.evaluation import split_inputs
 from mgpu.training.functions import backward, record
+from mgpu.training.replicas import Replicas
+from mgpu.training.trainer import Trainer, check_pair
+from mgpu.utils import probes
+from mgpu.utils.arguments import integer
 
 Loss = Callable[[Any, Any], Any]
 

@@ -7,7 +7,9 @@ import numpy as np
 
 import mgpu
 from helpers import mlp, on
-from mgpu import callbacks, datasets, metrics
+from mgpu.data import datasets
+from mgpu.nn import metrics
+from mgpu.training import callbacks
 
 rng = np.random.default_rng(0)
 #: the last batch of an epoch has rows on the first rank alone

@@ -3,9 +3,8 @@ of `two_ranks`."""
 import numpy as np
 
 import mgpu
-from mgpu.collectives import allreduce_many
+from mgpu.collectives import allreduce_many, over_processes as strategy
 from mgpu.collectives.strategies import strategy_of
-from mgpu.distributed import strategy
 
 #: around the length from which an array goes by itself, and two dtypes
 SHAPES = [(3,), (600, 500), (7, 5), (262_144,), (262_143,), (513, 512), (2,)]

@@ -19,8 +19,9 @@ from click.testing import CliRunner
 
 import forked
 from distributed import jobs
-from mgpu import cli, environment
+from mgpu import cli
 from mgpu.distributed import launch
+from mgpu.utils import environment
 
 PROGRAM = jobs.ROOT / "tests" / "distributed" / "launched.py"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux ends the "

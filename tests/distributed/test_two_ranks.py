@@ -8,7 +8,7 @@ import pytest
 
 from conftest import BACKENDS
 from distributed import differing, jobs
-from mgpu.datasets import BatchIterator
+from mgpu.data.datasets import BatchIterator
 
 PROGRAM = jobs.ROOT / "tests" / "distributed" / "two_ranks.py"
 

@@ -186,11 +186,11 @@ def test_every_error_has_a_class_of_the_family():
                for name in names)
     # where they were before, with the bases that they had
     for place, name, base in (
-            ("mgpu.trainer", "StaleGradientError", RuntimeError),
-            ("mgpu.replicas", "ReplicaMismatchError", RuntimeError),
+            ("mgpu.training.trainer", "StaleGradientError", RuntimeError),
+            ("mgpu.training.replicas", "ReplicaMismatchError", RuntimeError),
             ("mgpu.training", "NonFiniteLoss", FloatingPointError),
             ("mgpu.losses", "LabelError", ValueError),
-            ("mgpu.strict", "CrossDeviceError", RuntimeError),
+            ("mgpu.backends.strict", "CrossDeviceError", RuntimeError),
             ("mgpu.backends", "BackendNotAvailable", ImportError),
             ("mgpu.gluon_io", "UnreadableParams", ValueError),
             ("mgpu.gluon_io", "UnreadableSymbol", ValueError),

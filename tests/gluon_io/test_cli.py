@@ -16,7 +16,7 @@ import mgpu
 from conftest import BACKENDS
 from mgpu import cli, gluon_io
 from mgpu.gluon_io import script
-from mgpu.inspection import inspect_file
+from mgpu.tools.inspection import inspect_file
 
 from .conftest import export, files_in
 

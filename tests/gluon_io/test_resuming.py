@@ -213,7 +213,7 @@ on_torch = pytest.mark.skipif("torch" not in BACKENDS,
 def golden(monkeypatch):
     """The files of a small training, and a way to change what is read of
     the states."""
-    from mgpu import resuming
+    from mgpu.checkpoints import resuming
 
     def changed(edit, **options):
         found = load_trainer_states(GOLDEN[2])

@@ -11,7 +11,7 @@ import pytest
 
 from conftest import BACKENDS
 from helpers import assert_bit_equal
-from mgpu import resuming
+from mgpu.checkpoints import resuming
 from mgpu.gluon_io import (CSR, Record, RowSparse, UnreadableParams,
                            load_trainer_states)
 

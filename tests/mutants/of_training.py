@@ -95,7 +95,7 @@ MUTANTS = [
                   "_with_its_label"),
     mutant("streams-not-restored",
            "masks after a checkpoint are others",
-           "checkpoint:load",
+           "checkpoints.checkpoint:load",
            "put_streams()",
            "None",
            killer="test_checkpoint.py::test_a_resumed_run_is_the_uninterrup"

@@ -6,9 +6,11 @@ import importlib
 import inspect
 import os
 
-from mgpu import collectives, functional, initializers, losses, lr_scheduler
-from mgpu import models, optimizers, replicas
+from mgpu import collectives, optim
 from mgpu.backends import base
+from mgpu.nn import functional, initializers, losses, models
+from mgpu.optim import lr_scheduler
+from mgpu.training import replicas
 from threeway import COVERED
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -33,12 +35,12 @@ def _subclasses(module, kind):
 
 
 def formulas():
-    for semantics, table in optimizers.RULES.items():
+    for semantics, table in optim.RULES.items():
         yield from (f"optimizers.{semantics}.{name}" for name in table)
     for module, kind in ((losses, losses.Loss),
                          (initializers, initializers.Initializer),
                          (lr_scheduler, lr_scheduler.LRScheduler)):
-        yield from (f"{module.__name__.split('.')[1]}.{name}"
+        yield from (f"{module.__name__.split('.')[-1]}.{name}"
                     for name in _subclasses(module, kind))
     yield from (f"models.{name}" for name, value in vars(models).items()
                 if inspect.isfunction(value) and name[0] != "_"

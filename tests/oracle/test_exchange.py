@@ -7,7 +7,7 @@ import mgpu
 import oracle
 from helpers import mlp
 from mgpu import collectives
-from mgpu import functional as F
+from mgpu.nn import functional as F
 from threeway import (EXACT, ROUNDING, agree, compare, covers, host, on_each,
                       scatter)
 

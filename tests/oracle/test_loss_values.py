@@ -8,7 +8,7 @@ import pytest
 import mgpu
 import oracle
 from helpers import convnet, mlp, on
-from mgpu import initializers, losses
+from mgpu.nn import initializers, losses
 from threeway import (EXACT, ROUNDING, agree, compare, covers, host, joined,
                       split_state)
 

@@ -14,8 +14,9 @@ import pytest
 import mgpu
 import oracle
 from helpers import mlp, on
-from mgpu import functional as F
-from mgpu import lr_scheduler, optimizers
+from mgpu import optim
+from mgpu.nn import functional as F
+from mgpu.optim import lr_scheduler
 from threeway import (EXACT, ROUNDING, agree, assert_equal_copies, compare,
                       covers, host, on_each)
 
@@ -200,7 +201,7 @@ def test_all_options_at_once(number):
 def test_the_rule_alone_and_the_defaults(number):
     """As an object of the caller's, which two trainers may share."""
     semantics, name, options, _ = CASES[number]
-    rule = optimizers.create(name, semantics, **options)
+    rule = optim.create(name, semantics, **options)
     agree(lambda backend: trained(
         backend, 1, lambda replicas: mgpu.Trainer(replicas, rule)),
         expected_of(number), ROUNDING)

@@ -3,7 +3,7 @@ the cause that the diagnosis must name; and pairs that train the same."""
 import numpy as np
 
 import mgpu
-from mgpu import losses
+from mgpu.nn import losses
 from mgpu.parity import Side
 from nets import gluon, gluon_block, torch_block, torch_layer
 from nets import torch as torch_
@@ -267,7 +267,7 @@ def patch_sum(patch, wrong):
         if mgpu.get_backend().name == "torch":
             wrong([p.grad() for p in self._summed], len(self.replicas))
         return found
-    patch.setattr("mgpu.trainer.Trainer._allreduce", reduce)
+    patch.setattr("mgpu.training.trainer.Trainer._allreduce", reduce)
 
 
 def average(sums, devices):

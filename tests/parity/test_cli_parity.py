@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 from conftest import BACKENDS
-from mgpu import cli, losses
-from mgpu import backends as registry
+from mgpu import backends as registry, cli
 from mgpu.cli import errors, find
 from mgpu.cli.options import parse_params
+from mgpu.nn import losses
 from nets import gluon
 
 NETS = """

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mgpu
-from mgpu import lr_scheduler
+from mgpu.optim import lr_scheduler
 from mgpu.parity.lint import RULES, lint
 from nets import gluon
 

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 import mgpu
-from mgpu import losses, parity
+from mgpu import parity
+from mgpu.nn import losses
 
 from . import gluon_side, nets, torch_side
 from .nets import Net, Node, Task

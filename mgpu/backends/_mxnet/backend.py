@@ -10,26 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import environment
-from mgpu.arguments import integer
 from mgpu.backends import base, messages
 from mgpu.backends._mxnet import strict
 from mgpu.backends._mxnet.block_tree import is_recorded
 from mgpu.backends._mxnet.data_parallel import Arrays, DataParallel
-from mgpu.backends._mxnet.framework import (findings, mx,
-                                           native_context, one_thread)
+from mgpu.backends._mxnet.framework import (findings, mx, native_context,
+                                            one_thread)
 from mgpu.backends._mxnet.limits import check_layers
 from mgpu.backends._mxnet.network import MXNetNetwork
 from mgpu.backends._mxnet.ops import MXNetOps, dtype_of, is_np
 from mgpu.backends._mxnet.states import settle_all
-from mgpu.backends._workers import (Workers, inside_worker,
-                                    run_in_turn)
+from mgpu.backends._workers import Workers, inside_worker, run_in_turn
 from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
-from mgpu.files import path_of
 from mgpu.gluon_io.graph import (SOFTMAX, Node, check_fit, constants,
                                  dense_arrays, entries, fixed_gammas,
                                  load_graph, symbol_of_dtype)
+from mgpu.utils import environment
+from mgpu.utils.arguments import integer
+from mgpu.utils.files import path_of
 
 autograd, npx = mx.autograd, mx.npx
 

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mgpu import environment, probes
-from mgpu.arguments import integer
 from mgpu.backends import base, messages
 from mgpu.backends._allocator import keep_freed_memory
 from mgpu.backends._torch import modes, openmp, strict
@@ -24,6 +22,8 @@ from mgpu.backends._torch.streams import (Draws, aside, default_generators,
 from mgpu.backends._workers import Workers, inside_worker, run_in_turn
 from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
+from mgpu.utils import environment, probes
+from mgpu.utils.arguments import integer
 
 _recording: ContextVar[bool] = ContextVar("mgpu_recording", default=False)
 _training: ContextVar[bool] = ContextVar("mgpu_training", default=False)

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from mgpu.nested import leaves, map_leaves
-from mgpu.parameters import STATISTICS
+from mgpu.data.nested import leaves, map_leaves
 from mgpu.parity.causes.registry import LIMIT, LIMIT_FLOAT32
 from mgpu.parity.location import ACTIVATIONS, NAMES
 from mgpu.parity.matching import close
@@ -15,6 +14,7 @@ from mgpu.parity.measure import Gap
 from mgpu.parity.result import Evidence, Result
 from mgpu.parity.run import (Arrays, LayerCall, Run, State, StepResult,
                              translate)
+from mgpu.training.parameters import STATISTICS
 
 #: elements of a tensor that element-wise formulas are tried on
 PART = 1024

@@ -3,7 +3,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mgpu import initializers
+from mgpu.nn import initializers
 from mgpu.parity.causes.difference import Difference, once
 from mgpu.parity.causes.registry import Found, cause
 

@@ -2,7 +2,7 @@
 from dataclasses import fields
 from functools import partial
 
-from mgpu.optimizers import RULES, Optimizer, counterpart
+from mgpu.optim import RULES, Optimizer, counterpart
 from mgpu.parity.causes.difference import Difference, near_as_single
 from mgpu.parity.causes.registry import cause
 from mgpu.parity.causes.update_search import (Changes, Update, options_of,

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.host_memory import HOST_OPS
-from mgpu.optimizers import Optimizer
+from mgpu.collectives.host_memory import HOST_OPS
+from mgpu.optim import Optimizer
 from mgpu.parity.causes.difference import (PART, Arrays, Difference, View,
                                            as_single, distance)
 from mgpu.parity.causes.registry import RULES, Cause

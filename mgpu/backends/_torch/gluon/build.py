@@ -14,15 +14,15 @@ from torch import fx, nn
 
 from mgpu.backends._torch.gluon import (  # noqa: F401, their rules
     arrays as _arrays, heads, operators, recurrent, vision)
-from mgpu.files import FilePath
 from mgpu.gluon_io.created import with_inputs
 from mgpu.gluon_io.graph import (Graph, Node, check_fit, constants,
-                                 dense_arrays, entries, load_graph,
-                                 with_dtype, without_softmax)
+                                 dense_arrays, entries, load_graph, with_dtype,
+                                 without_softmax)
 from mgpu.gluon_io.params import save_params
 from mgpu.gluon_io.parts import (Call, Layer, Missing, MissingOperator, Part,
                                  Shape, Slot, form_of, missing_in, parts_of,
                                  slots_of)
+from mgpu.utils.files import FilePath
 
 _METHODS = "torch.Tensor."
 

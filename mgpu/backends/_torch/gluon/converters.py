@@ -1,4 +1,4 @@
-"""The functions that `mgpu.conversion` describes, by its names."""
+"""The functions that `mgpu.compat.conversion` describes, by its names."""
 from mgpu.backends._torch.gluon.build import (missing_operators,
                                               to_gluon_params)
 from mgpu.backends._torch.gluon.files import to_pt2, to_safetensors

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from mgpu import environment
 from mgpu.backends import messages
-from mgpu.files import FilePath, part_of
+from mgpu.utils import environment
+from mgpu.utils.files import FilePath, part_of
 
 
 def to_safetensors(net: nn.Module, path: FilePath) -> None:

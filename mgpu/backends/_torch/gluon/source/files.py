@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from mgpu.backends._torch.gluon.source.writing import Source, source_of
-from mgpu.files import (FilePath, check_not_other, check_not_read, part_of,
-                        path_of)
 from mgpu.gluon_io.created import with_inputs
-from mgpu.gluon_io.graph import (Graph, check_fit, dense_arrays, load_graph)
+from mgpu.gluon_io.graph import Graph, check_fit, dense_arrays, load_graph
 from mgpu.gluon_io.parts import Shape
+from mgpu.utils.files import (FilePath, check_not_other, check_not_read,
+                              part_of, path_of)
 
 
 def gluon_source(symbol: FilePath, params: FilePath | None, path: FilePath,

@@ -1,0 +1,234 @@
+"""Batch normalisation over all devices of all processes.
+
+The replicas run their forward passes in threads of their own and meet at
+each batch-norm layer; there the sums over the devices of one process are
+added up over processes. What they exchange is differentiable, so the
+gradient of the joint statistics is exact.
+"""
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mgpu.backends import base, messages
+from mgpu.collectives.checks import ITEMSIZE, dtype_name
+from mgpu.distributed.sums import Sums
+from mgpu.utils.environment import cpu_cores
+
+Array = Any
+#: turn(n): a block around what number n of several threads does
+Turn = Callable[[int], AbstractContextManager[Any]]
+
+
+#: where a thread is that has passed all layers
+_END = "the end"
+
+
+class Meeting:
+    """Threads, one per active device, that join arrays in rounds."""
+
+    def __init__(self, active: Sequence[int]) -> None:
+        self._members = list(active)
+        # Twice a round: all have given, and the first has joined.
+        self._barrier = threading.Barrier(len(self._members))
+        self._given: dict[int, tuple[str, Any]] = {}
+        self._result: Any = None
+        # Hundreds of threads that run at once ask each other for Python's
+        # lock, in time that grows with the square of their number.
+        self._cores = threading.Semaphore(cpu_cores())
+        self._turn: Turn | None = None
+        self._changing = threading.Condition()
+        self._arrived = 0       # of those in turn, in this round
+        self._at_work: dict[int, ExitStack] = {}
+        self._errors: dict[int, BaseException] = {}
+
+    def place(self, index: int) -> int:
+        """The place of a device among the active ones."""
+        return self._members.index(index)
+
+    def exchange(self, index: int, place: str, value: Any,
+                 join: Callable[[list[Any]], Any]) -> Any:
+        """Give `value`, return ``join(values)`` of all active devices'
+        values in order.
+
+        The first device's thread joins them, for all: the work grows with
+        the number of devices, not with its square, and what the thread
+        records has the same order in every run.
+        """
+        self._given[index] = place, value
+        self._at_work[index].close()
+        self._barrier.wait()
+        if index == self._members[0]:
+            self._arrived = 0
+            self._result = join(self._values())
+        self._barrier.wait()
+        result = self._result       # stays until all have given again
+        self._go_on(index)
+        return result
+
+    def _go_on(self, index: int) -> None:
+        """The thread of a device runs from here on, to the next round."""
+        stack = self._at_work[index]
+        if self._turn is None:
+            stack.enter_context(self._cores)
+            return
+        number = self.place(index)
+        with self._changing:
+            self._changing.wait_for(lambda: self._arrived == number
+                                    or self._barrier.broken)
+        stack.callback(self._arrive)
+        stack.enter_context(self._turn(number))
+
+    def _arrive(self) -> None:
+        with self._changing:
+            self._arrived += 1
+            self._changing.notify_all()
+
+    def _values(self) -> list[Any]:
+        places = {i: self._given[i][0] for i in self._members}
+        if len(set(places.values())) > 1:
+            raise RuntimeError(
+                "synchronised batch normalisation needs the same layers in "
+                f"the same order on every device; received {places}. Use "
+                "batch_norm='per_device' for such a network.")
+        return [self._given[i][1] for i in self._members]
+
+    def run(self, backend: base.Backend, thunks: Sequence[Callable[[], Any]],
+            turn: Turn | None = None) -> list[Any]:
+        """Call each thunk, one for each active device, in a thread of its
+        own; those of one step meet. With `turn` one of them runs at a time,
+        from one meeting to the next: number n inside of ``turn(n)``."""
+        self._turn = turn
+
+        def guarded(i: int, thunk: Callable[[], Any]) -> Any:
+            try:
+                with ExitStack() as self._at_work[i]:
+                    self._go_on(i)
+                    result = thunk()
+                    self.exchange(i, _END, None, lambda values: None)
+                    return result
+            except threading.BrokenBarrierError:
+                return None     # the error is another device's
+            except BaseException as error:
+                self._errors[i] = error
+                with self._changing:
+                    self._barrier.abort()
+                    self._changing.notify_all()
+                return None
+        results = backend.parallel(
+            [partial(guarded, i, thunk) for i, thunk in zip(
+                self._members, thunks, strict=True)], rendezvous=True)
+        self._barrier.abort()   # for a pass that nobody else makes
+        if self._errors:    # of several, the same one in every run
+            raise self._errors[min(self._errors)]
+        return results
+
+
+class Joint:
+    """The sums of one forward pass, and of its backward passes, over all
+    processes; the gradient of a sum is the sum of the gradients."""
+
+    def __init__(self, backend: base.Backend, sums: Sums) -> None:
+        self._backend, self._sums = backend, sums
+        self._pass, self._count, self._after = sums.passes, 0, None
+
+    def __call__(self, layer: str, count: int, part: Array
+                 ) -> tuple[int, Array]:
+        """The sums of `count` and `part` over all processes."""
+        self._count += 1
+        name = f"sum {self._count} of pass {self._pass}, of layer {layer!r}"
+        counts: list[int] = []
+        form: list[Any] = []
+
+        def forth(x: np.ndarray) -> np.ndarray:
+            found, result = self._sums.add(name, x, count)
+            counts.append(found)
+            form[:] = x.shape, x.dtype
+            return result
+
+        def back(x: np.ndarray | None) -> np.ndarray | None:
+            return self._sums.add_gradient(
+                f"gradient of {name}", np.zeros(*form) if x is None else x,
+                x is not None)
+
+        part, self._after = self._backend.through(part, forth, back,
+                                                  self._after)
+        return counts[0], part
+
+
+class SyncBatchNorm:
+    """The batch-norm rule of ``batch_norm="sync"``.
+
+    Mean and biased variance of the whole batch, each device's share weighted
+    by its rows (Ioffe and Szegedy, 2015, algorithm 1, over the union of the
+    shards), variance in a second pass about the joint mean. Running
+    statistics move alike on all devices, when the engine's own layer would
+    move them.
+    """
+
+    def __init__(self, backend: base.Backend, meeting: Meeting,
+                 joint: Joint | None = None):
+        self._backend, self._meeting = backend, meeting
+        self._joint = joint
+        self._known: dict[Any, Any] = {}
+
+    def _joined(self, layer: str, given: list[tuple[int, Array]]
+                ) -> tuple[int, list[Array]]:
+        """The number of values, and their sum, on the first device, for each
+        of those that gave."""
+        count, total = given[0]
+        for n, x in given[1:]:      # x[0] + x[1] + ...
+            count, total = count + n, total + self._backend.put(x, total)
+        if self._joint is not None:
+            count, total = self._joint(layer, count, total)
+        return count, self._backend.fan_out(total, len(given))
+
+    def mean(self, index: int, layer: str, moment: int, count: int,
+             part: Array, like: Array) -> tuple[Array, int]:
+        """The sums `part` of all devices, added up and divided by all their
+        `count`: the same bits everywhere. Also returns that count. They are
+        of the first or the second `moment`."""
+        def joined() -> tuple[int, Array]:
+            found, totals = self._meeting.exchange(
+                index, layer, (count, part), partial(self._joined, layer))
+            return found, self._backend.put(
+                totals[self._meeting.place(index)], like)
+        found, total = self._backend.once(self._known, (
+            index, layer, moment), part, joined)
+        return total / found, found
+
+    def __call__(self, call: base.BatchNormCall, index: int) -> Array:
+        x, ops = call.x, self._backend.ops
+        _check_dtype(call)
+        axis = call.axis % len(x.shape)
+        axes = tuple(i for i in range(len(x.shape)) if i != axis)
+        shape = tuple(n if i == axis else 1 for i, n in enumerate(x.shape))
+        count = prod(x.shape) // x.shape[axis]
+        mean, _ = self.mean(index, call.layer, 1, count,
+                            ops.sum(x, axes, keepdims=True), x)
+        centred = x - mean
+        var, _ = self.mean(index, call.layer, 2, count, ops.sum(
+            centred * centred, axes, keepdims=True), x)
+        inverse = (var + call.epsilon) ** -0.5
+        if self._backend.is_recording() and call.running_mean is not None:
+            inverse = self._backend.move_statistics(call, mean, var, inverse)
+        y = centred * inverse
+        if call.gamma is not None:
+            y = y * call.gamma.reshape(shape)
+        if call.beta is not None:
+            y = y + call.beta.reshape(shape)
+        return y
+
+
+def _check_dtype(call: base.BatchNormCall) -> None:
+    """TypeError for inputs that the layer refuses on one device: integers,
+    whose sums would overflow, and floats wider than its own arrays."""
+    own = [dtype_name(x) for x in (call.running_mean, call.gamma, call.x)
+           if x is not None][0]
+    given = dtype_name(call.x)
+    if "float" not in given or ITEMSIZE[given] > ITEMSIZE[own]:
+        raise messages.wrong_dtype(own, [given])

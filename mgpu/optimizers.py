@@ -1,0 +1,2 @@
+"""Optimizers: `mgpu.optim`, under its public path."""
+from mgpu.optim import *  # noqa: F403

@@ -1,0 +1,1 @@
+"""Environment checks, benchmarks, profiles, figures and file inspection."""

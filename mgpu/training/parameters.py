@@ -1,0 +1,251 @@
+"""Parameters: of a network on several devices, and lists of arrays."""
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mgpu.backends import base, get_backend, messages
+from mgpu.backends.base import BUFFERS, STATISTICS
+from mgpu.backends.device import Device, as_device, as_devices
+
+if TYPE_CHECKING:
+    from mgpu.training.replicas import Replicas
+
+__all__ = ["BUFFERS", "Parameter", "STATISTICS", "get_params"]
+
+
+def get_params(params: Any, device: Any, grad_req: str = "write") -> Any:
+    """Copy parameters to a device, each with a zero gradient attached.
+
+    The book's function ("Training on Multiple GPUs"), for networks written
+    by hand.
+
+    Parameters
+    ----------
+    params : sequence of arrays, or dict of them
+        Native or NumPy; dtypes are kept. Not changed, not shared.
+    device : device
+    grad_req : {"write", "add", "null"}
+
+    Returns
+    -------
+    list (or dict with the same keys) of native arrays
+
+    Raises
+    ------
+    TypeError
+        `params` is one array, or an array of the other framework.
+    ValueError
+        A device that is not there, or another `grad_req`.
+    """
+    backend, (device,) = get_backend(), as_devices([device])
+    messages.check_grad_req(grad_req)
+    if hasattr(params, "shape"):
+        raise TypeError("params must be a list, or a dict, of arrays; "
+                        f"received one {type(params).__name__}. Put it in a "
+                        "list.")
+    with backend.scope(recording=False):
+        named = params if isinstance(params, dict) else dict(enumerate(params))
+        copies = {name: backend.put(p, device) for name, p in named.items()}
+        for p in copies.values():
+            backend.attach_grad(p, grad_req)
+    return copies if named is params else list(copies.values())
+
+
+def _multiplier(place: int) -> Any:
+    """An entry of `Parameter.multipliers`, which may be set."""
+    def set_own(parameter: "Parameter", factor: float) -> None:
+        parameter.own_multipliers[place] = factor
+    return property(lambda parameter: parameter.multipliers()[place], set_own)
+
+
+class Parameter:
+    """One parameter or buffer of a `Replicas`, on all its devices.
+
+    The methods are those of Gluon's `Parameter`.
+
+    Attributes
+    ----------
+    name : str
+        Its path in the network with Gluon's suffix: ``"3.0.bn1.gamma"``.
+    kind : str
+        weight, bias, gamma, beta, running_mean, running_var or other.
+    grad_req : str
+        ``"write"``, ``"add"`` or ``"null"`` (frozen). May be set, once the
+        parameter has values: from the next forward pass on.
+        ValueError for another word, or for a buffer.
+    number : int
+        Its place among the network's parameters and buffers.
+    spec : mgpu.backends.base.Spec
+        What the engine knows of it.
+    lr_mult, wd_mult : float
+        What its learning rate and weight decay are multiplied by: those of
+        Gluon's own Parameter, as they are now, until they are set here.
+    """
+
+    def __init__(self, replicas: "Replicas", number: int, spec: base.Spec):
+        self._replicas, self.number, self.spec = replicas, number, spec
+        self.name, self.kind = spec.name, spec.kind
+        #: lr_mult and wd_mult where they have been set here
+        self.own_multipliers: dict[int, float] = {}
+
+    @property
+    def replicas(self) -> "Replicas":
+        """Those that it is a parameter of."""
+        return self._replicas
+
+    def __repr__(self) -> str:
+        return (f"Parameter {self.name} (shape={self.shape}, "
+                f"dtype={self.dtype})")
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """None until it is known (deferred or lazy layers)."""
+        if self.kind in BUFFERS and self.spec.shape is not None:
+            self.refit()
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.spec.dtype
+
+    def refit(self) -> None:
+        """A forward pass may have put a buffer of another shape or dtype in
+        the place of this one."""
+        x = self._replicas.network.array(self.number)
+        if tuple(x.shape) != self.spec.shape:
+            spec = self._replicas.network.specs()[self.number]
+            self.spec = self.spec._replace(shape=spec.shape, dtype=spec.dtype)
+
+    def multipliers(self) -> tuple[float, float]:
+        """`lr_mult` and `wd_mult`."""
+        lr_mult, wd_mult = self._replicas.network.multipliers(self.number)
+        return (self.own_multipliers.get(0, lr_mult),
+                self.own_multipliers.get(1, wd_mult))
+
+    lr_mult = _multiplier(0)
+    wd_mult = _multiplier(1)
+
+    @property
+    def grad_req(self) -> str:
+        return self._replicas.network.grad_req(self.number)
+
+    @grad_req.setter
+    def grad_req(self, grad_req: str) -> None:
+        messages.check_grad_req(grad_req)
+        if self.kind in BUFFERS and grad_req != "null":
+            raise ValueError(
+                f"a buffer has no gradient; received grad_req={grad_req!r} "
+                f"for {self.name!r} ({self.kind}). Set it for parameters: "
+                "see Replicas.params().")
+        self._replicas.check_complete()
+        self._replicas.network.set_grad_req(self.number, grad_req)
+
+    def list_devices(self) -> list[Device]:
+        return list(self._replicas.devices)
+
+    #: Gluon's word
+    list_ctx = list_devices
+
+    def list_data(self) -> list[Any]:
+        """The network's own native array, then a copy for each other device,
+        which the next pass overwrites. A copy has the network's value; of a
+        running statistic, the device's own."""
+        self._replicas.check_complete()
+        return self._replicas.network.arrays(self.number)
+
+    def list_grad(self) -> list[Any]:
+        """The network's own gradient, the sum over all devices, then a copy
+        of it on each other device. ValueError for a frozen parameter or a
+        buffer: they have none."""
+        return [self.grad(device) for device in self._replicas.devices]
+
+    def data(self, device: Any = None, *, ctx: Any = None) -> Any:
+        """The network's own array; on another device than the first, what
+        `list_data` has there. `ctx` is Gluon's word for `device`.
+
+        Raises
+        ------
+        RuntimeError
+            The parameter is not on that device, or has no values yet.
+        """
+        place = self.place(device if ctx is None else ctx)
+        if place:
+            return self.list_data()[place]
+        self._replicas.check_complete()
+        return self._replicas.network.array(self.number)
+
+    def grad(self, device: Any = None, *, ctx: Any = None) -> Any:
+        """The gradient, on another device than the first a copy; raises as
+        `data` and `list_grad` do."""
+        place = self.place(device if ctx is None else ctx)
+        if self.grad_req == "null":
+            raise ValueError(
+                f"parameter {self.name!r} has no gradient; its grad_req is "
+                "'null' (a frozen parameter or a buffer). Set grad_req = "
+                "'write' on a parameter before the forward pass.")
+        backend = self._replicas.backend
+        own = backend.grad(self.data())
+        if not place:
+            return own
+        with backend.scope(recording=False):
+            return backend.put(own, self._replicas.devices[place])
+
+    def place(self, device: Any) -> int:
+        """The number of `device` among this parameter's devices (None: the
+        first); RuntimeError for another device."""
+        if device is None:
+            return 0
+        device, holders = as_device(device), self._replicas.devices
+        if device not in holders:
+            raise RuntimeError(
+                f"parameter {self.name!r} is not initialized on {device}; it "
+                f"lives on {holders}. Read it there, or initialize the "
+                f"network on a list with {device}.")
+        return holders.index(device)
+
+    def set_data(self, value: Any) -> None:
+        """Write `value` (NumPy or native, of this shape) to the network,
+        rounded to the parameter's dtype. ValueError for another shape;
+        nothing has changed then."""
+        self._replicas.check_complete()
+        if not hasattr(value, "shape"):
+            value = np.array(value)
+        if tuple(value.shape) != self.shape:
+            raise ValueError(
+                f"parameter {self.name!r} has shape {self.shape}; received "
+                f"{tuple(value.shape)}. Reshape the value.")
+        with self._replicas.backend.scope(recording=False):
+            self.write(value)
+
+    def write(self, value: Any) -> None:
+        """Write `value`, of this shape or, for a buffer, with one more axis
+        of the devices at the front; inside a scope that does not record."""
+        backend, network = self._replicas.backend, self._replicas.network
+        x = network.array(self.number)
+        if len(value.shape) > len(x.shape):
+            if self.kind in STATISTICS:
+                network.write_statistics(self.number, [
+                    backend.put(one, device, dtype=self.dtype)
+                    for one, device in zip(value, self._replicas.devices,
+                                           strict=True)])
+                return
+            value = value[0]
+        x[...] = backend.put(value, x)
+        network.written(self.number)
+
+    def zero_grad(self) -> None:
+        """Set the gradient to zero."""
+        if self.grad_req == "null":
+            return
+        backend, x = self._replicas.backend, self.data()
+        with backend.scope(recording=False):
+            if backend.has_gradient(x):
+                backend.grad(x)[...] = 0
+        backend.mark_used(x)
+
+    def put_grad(self, value: np.ndarray, used: bool) -> None:
+        """Write the gradient; not `used`: as a backward pass does."""
+        backend, x = self._replicas.backend, self.data()
+        with backend.scope(recording=False):
+            backend.grad(x)[...] = backend.put(value, x)
+        backend.mark_used(x, used)

@@ -1,0 +1,1 @@
+"""Foundations: checks of arguments, environment variables, files."""

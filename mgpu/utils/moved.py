@@ -1,0 +1,57 @@
+"""Names that are loaded when they are used, and modules under older paths."""
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+#: modules of 0.2 by the package that they are in now
+_PACKAGES = {
+    "backends": "device strict",
+    "checkpoints": "checkpoint checkpoint_folder extra_states resuming "
+        "trainer_states weight_files",
+    "collectives": "host_memory",
+    "compat": "conversion",
+    "data": "inputs nested prefetching split",
+    "nn": "batch_norm functional models",
+    "optim": "loss_scale lr_scheduler schedule_state",
+    "tools": "bench chapters doctor inspection plotting profile_advice "
+        "profiling timing",
+    "training": "evaluation parameters prediction progress replicas "
+        "rule_updates stopping trainer",
+    "utils": "arguments environment files notebook probes tensor_files",
+}
+_PATHS = {"mgpu.background": "mgpu.data.prefetching", **{
+    f"mgpu.{name}": f"mgpu.{package}.{name}"
+    for package, names in _PACKAGES.items() for name in names.split()}}
+
+
+def attributes_of(package: str, names: Mapping[str, str]
+                  ) -> Callable[[str], Any]:
+    """The ``__getattr__`` (PEP 562) of a package whose `names` are in these
+    modules."""
+    def __getattr__(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(names[name]), name)
+    return __getattr__
+
+
+class OldPaths(MetaPathFinder, Loader):
+    """Imports a module under the path that it had in 0.2: the same module
+    object."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None
+                  ) -> ModuleSpec | None:
+        old = next((old for old in (name, name.rpartition(".")[0])
+                    if old in _PATHS), None)
+        return ModuleSpec(name, self) if old else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        package, _, last = name.rpartition(".")
+        sys.modules[name] = import_module(
+            _PATHS.get(name) or f"{_PATHS[package]}.{last}")
