@@ -1,5 +1,6 @@
 """`mgpu.initialize`: which values the users' own native networks start from,
 on every device."""
+import contextvars
 import copy
 import warnings
 
@@ -563,6 +564,21 @@ def test_wrong_arguments_are_refused_before_a_change(backend):
     mgpu.initialize(net, on(0, 1), "uniform")      # it was not initialised
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_network_decides_the_backend(name):
+    """Where nothing else has: in `initialize`, and in what follows."""
+    def trained(net):
+        replicas = mgpu.initialize(net, on(0, 1), "uniform")
+        train(replicas, rows(7))
+        return replicas.export_numpy()
+    with mgpu.using_backend(name) as backend:
+        nets = [mlp(backend) for _ in range(2)]
+        expected = trained(nets[0])
+    undecided = contextvars.Context()
+    assert_all_equal(undecided.run(trained, nets[1]), expected)
+    assert undecided.run(mgpu.get_backend) is backend
+
+
 @pytest.mark.parametrize("ours, other", [(a, b) for a in BACKENDS
                                          for b in BACKENDS if a != b])
 def test_the_other_frameworks_network_is_refused(ours, other):
@@ -570,5 +586,5 @@ def test_the_other_frameworks_network_is_refused(ours, other):
         net = mlp(backend)
     with mgpu.using_backend(ours), pytest.raises(TypeError, match=(
             f"the {ours} backend takes a .*; received {other}.*Sequential. "
-            "Choose the engine with mgpu.set_backend")):
+            rf"Call mgpu.set_backend\('{other}'\), or choose no backend")):
         mgpu.initialize(net, on(0), "uniform")

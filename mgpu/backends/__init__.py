@@ -54,6 +54,7 @@ _instances: dict[str, Backend] = {}
 _loading = threading.Lock()
 _chosen: str | None = None      # by set_backend: all threads, all cells
 _installed: str | None = None   # the first one that is; looked up once
+_inferred: str | None = None    # of the last network, where none is chosen
 _scoped: ContextVar[str | None] = ContextVar("mgpu_backend", default=None)
 
 
@@ -131,17 +132,18 @@ def in_use(backend: Backend) -> contextlib.AbstractContextManager[Backend]:
 
 
 def default_backend() -> str:
-    """The name of the engine that a script uses without choosing one.
+    """The name of the backend that a script uses without choosing one.
 
-    It is the environment variable ``MGPU_BACKEND``; without it, the engine
-    that is installed; ``"mxnet"`` where both are. Where neither is: the one
-    that can be installed on this Python, ``"mxnet"`` first. Loads nothing.
-    ValueError for an unknown ``MGPU_BACKEND``.
+    It is the environment variable ``MGPU_BACKEND``; without it, the backend
+    of the last network that was given to `initialize` or `DataParallel`; the
+    one that is installed, ``"mxnet"`` where both are; the one that can be
+    installed on this Python, ``"mxnet"`` first. Loads nothing. ValueError for
+    an unknown ``MGPU_BACKEND``.
     """
     global _installed
     named = environment.backend()
-    if named is not None:
-        return canonical(named)
+    if named is not None or _inferred:
+        return canonical(named or _inferred)
     if _installed is None:
         _installed = next(iter(available_backends()), None)
     return _installed or next(name for name, entry in ENTRIES.items()
@@ -179,6 +181,16 @@ def backend_of(net: Any) -> str:
         "expected a gluon.Block or a torch.nn.Module; received "
         f"{type(net).__module__}.{type(net).__name__}. Pass the network "
         "itself, or a function without arguments that makes it.")
+
+
+def backend_for(net: Any) -> Backend:
+    """The backend in use. Where neither the script nor ``MGPU_BACKEND`` has
+    chosen one, that of `net` becomes it."""
+    global _inferred
+    if not (_scoped.get() or _chosen or environment.backend()):
+        with contextlib.suppress(TypeError):    # not a network
+            _inferred = backend_of(net)
+    return get_backend()
 
 
 def given(x: Any) -> Given | None:

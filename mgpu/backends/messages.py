@@ -189,10 +189,13 @@ def not_a_network(net: Any, backend: str, expected: str) -> TypeError:
             f"the {backend} backend takes a {expected}; received the class "
             f"{net.__module__}.{net.__name__}. Make an object of it: "
             f"{net.__name__}(...).")
+    roots = {cls.__module__.partition(".")[0] for cls in type(net).__mro__}
+    other = next((name for name in ("mxnet", "torch") if name in roots), None)
     return TypeError(
         f"the {backend} backend takes a {expected}; received "
-        f"{type(net).__module__}.{type(net).__name__}. Choose the engine "
-        "with mgpu.set_backend before the network is made.")
+        f"{type(net).__module__}.{type(net).__name__}." + (
+            f" Call mgpu.set_backend({other!r}), or choose no backend: the "
+            "network decides." if other else ""))
 
 
 def not_supported(backend: str, what: str, cure: str = "use another backend "

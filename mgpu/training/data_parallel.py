@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from mgpu import distributed
-from mgpu.backends import get_backend
+from mgpu.backends import backend_for
 from mgpu.backends.device import as_devices
 from mgpu.data.examples import BatchSplit
 from mgpu.nn.batch_norm import Meeting, SyncBatchNorm
@@ -24,7 +24,7 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
 
     Parameters
     ----------
-    net : nn.Module
+    net : nn.Module or gluon.Block
         Not copied. It stays the only holder of parameters and optimizer
         states; the other devices' copies are overwritten in each pass.
     devices : sequence of Device
@@ -49,7 +49,8 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
     Raises
     ------
     TypeError
-        A network that cannot be copied: ScriptModule, DDP, FSDP.
+        A network that cannot be copied: ScriptModule, DDP, FSDP. One of
+        another backend than was chosen (`mgpu.initialize`).
     ValueError
         A device that is not available. In a call: an argument that may or
         may not have an entry for each example; an output without an axis for
@@ -64,7 +65,7 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
         raise NotImplementedError(
             "DataParallel supports batch_norm='sync' in one process. Use "
             "mgpu.initialize.")
-    backend, devices = get_backend(), as_devices(devices)
+    backend, devices = backend_for(net), as_devices(devices)
     whole = (whole,) if isinstance(whole, str) else tuple(whole)
 
     def synchronize(active: Sequence[int]) -> Any:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from mgpu import distributed
-from mgpu.backends import get_backend, using_backend
+from mgpu.backends import backend_for, get_backend, using_backend
 from mgpu.backends.device import Device, as_device, as_devices
 from mgpu.data.inputs import as_rounds, choose, inputs_for, labels_of
 from mgpu.data.nested import (as_inputs, as_pair, examples_of, is_empty,
@@ -147,7 +147,7 @@ def _evaluated(name: str, net: Any, data: DataIter,
     rows, world = 0, distributed.current()
     own = net if isinstance(net, Replicas) else None
     metric.reset()
-    with using_backend(own.backend.name if own else get_backend().name) \
+    with using_backend((own.backend if own else backend_for(net)).name) \
             as backend, world.guard(), backend.scope(recording=False,
                                                      training=False):
         places = _places(net, wanted)

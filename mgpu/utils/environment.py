@@ -70,8 +70,9 @@ def _number(name: str, meaning: str, parse: Callable[[str], float], rule: str,
 
 
 backend = Variable(
-    "MGPU_BACKEND", "The engine of a script that chooses none: `mxnet` or "
-    "`torch`. Without it: the one that is installed, MXNet where both are.")
+    "MGPU_BACKEND", "The backend of a script that chooses none: `mxnet` or "
+    "`torch`. Without it: that of the network; where no network tells, the "
+    "one that is installed, MXNet where both are.")
 data_folder = Variable(
     "MGPU_DATA", "The folder with the IDX files of Fashion-MNIST. Without "
     "it: a folder in the user's cache.")

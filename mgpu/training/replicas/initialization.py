@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mgpu import distributed
-from mgpu.backends import base, get_backend, give_back, messages
+from mgpu.backends import backend_for, base, give_back, messages
 from mgpu.backends.device import Device, as_devices
 from mgpu.data.inputs import inputs_for
 from mgpu.data.nested import map_leaves
@@ -230,7 +230,9 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
     Raises
     ------
     TypeError
-        Not a network of the current backend.
+        Not a network of the backend that `mgpu.set_backend`,
+        `mgpu.using_backend` or ``MGPU_BACKEND`` has chosen. Without a choice
+        the network decides.
     RuntimeError
         "keep" and the network has no values; or `hybridize` without a
         compiler.
@@ -239,7 +241,7 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
         this network; a `seed` where nothing is drawn. Nothing has changed
         then.
     """
-    backend = get_backend()
+    backend = backend_for(net)
     devices = as_devices(one_given(devices=devices, ctx=ctx))
     network = backend.network(net)
     options = _options(network, batch_norm, dtype, hybridize, channels_last,
