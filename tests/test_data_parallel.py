@@ -360,6 +360,20 @@ def test_hooks_on_parameters_see_the_sum_once(backend, devices):
 
 
 @ON_TORCH
+def test_torch_compile_leaves_it_on_its_devices(backend, devices):
+    import torch
+    seen = []
+
+    def forward(x, y):
+        seen.append(len(x))
+        return x * 2
+    net = mgpu.DataParallel(network(backend, forward), devices)
+    compiled = torch.compile(net, backend="eager")
+    assert torch.equal(compiled(ones(8, 3)), 2 * ones(8, 3))
+    assert sorted(set(seen)) == [2, 3]
+
+
+@ON_TORCH
 def test_writes_to_the_network(backend, devices):
     """``.data``, `load_state_dict`, freezing and thawing, another layer."""
     import torch
@@ -597,6 +611,25 @@ def test_static_shapes(backend, devices):
 
 
 @ON_MXNET
+def test_two_passes_of_one_size_have_a_backward_pass_each(backend, devices):
+    from mxnet import autograd
+
+    def script(wrap):
+        net = wrap(made(backend))
+        for p in net.collect_params().values():
+            p.grad_req = "add"
+        X = backend.put(np.arange(48.).reshape(8, 6) / 50, mgpu.cpu(0))
+        with autograd.record():
+            losses = [(net(x) ** 2).sum() for x in (X, X + 1)]
+        for loss in losses:
+            loss.backward()
+        return [p.grad().asnumpy().ravel()
+                for p in net.collect_params().values()
+                if p.grad_req != "null"]
+    same(script, devices)
+
+
+@ON_MXNET
 def test_a_loss_of_a_whole_batch_in_gluon(backend, devices):
     import mxnet as mx
     same(lambda wrap: gluon_loop(wrap(gluon_net()), lambda z, y: mx.nd.dot(
@@ -726,6 +759,33 @@ def test_an_argument_is_named(backend, devices):
     assert tuple(columns(ones(3, 7), ones(3, 7)).shape) == (3, 7)
     with pytest.raises(TypeError, match="no argument 'z'.*x, y"):
         mgpu.DataParallel(net, devices, whole=["z"])(ones(6, 3))
+
+
+@pytest.mark.parametrize("before, whole", [((6, 3), False), ((4, 3), True)])
+def test_an_earlier_batch_decides_for_a_square_array(backend, devices, before,
+                                                     whole):
+    """A mask (examples, time), and a table of another size than the batch."""
+    seen = []
+
+    def forward(x, y):
+        seen.append(y.shape[0])
+        return x
+    net = mgpu.DataParallel(network(backend, forward), devices)
+    net(ones(6, 2), ones(*before))
+    seen.clear()
+    net(ones(5, 2), ones(5, 5))
+    assert sorted(seen) == ([5, 5, 5] if whole else [1, 2, 2])
+
+
+@pytest.mark.parametrize("batch_axis, error", [
+    (-1, "batch_axis must be an integer of 0 or more; received -1"),
+    ({"x": "0"}, "batch_axis must be an integer of 0 or more; received '0'"),
+    (2, r"batch_axis is 2, and no argument has that axis; received shapes "
+     r"\[\(6, 3\)\]")])
+def test_a_wrong_batch_axis_raises(backend, devices, batch_axis, error):
+    with pytest.raises(ValueError, match=error):
+        mgpu.DataParallel(network(backend, lambda x, y: x), devices,
+                          batch_axis=batch_axis)(ones(6, 3))
 
 
 def test_an_argument_that_was_split_and_is_not_raises(backend, devices):

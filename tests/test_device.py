@@ -88,7 +88,7 @@ def test_impossible_devices_are_refused(backend):
 def test_as_device_refuses_other_types():
     for thing in (None, 0, 1.5, b"cpu", ("cpu", 1), np.zeros(2), object):
         with pytest.raises(TypeError, match=re.escape(
-                f"of type {type(thing).__name__}. Use cpu(i), gpu(i)")):
+                f"of type {type(thing).__name__}. Use mgpu.list_devices")):
             as_device(thing)
 
 

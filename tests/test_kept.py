@@ -403,6 +403,44 @@ def lags_nowhere(engine, how, devices):
     same([predicted(replicas, X) for X, _ in data], expected)
 
 
+def carries(net, x, F):
+    y = net.a(x)
+    if net.h is not None:
+        y = y + net.h.detach()[:len(x)]
+    net.h = y
+    return net.b(y)
+
+
+def test_a_state_that_the_user_sets_for_a_batch_of_another_size(
+        engine, devices):
+    data = [*batches(2), *batches(2, rows=7), *batches(1, rows=5)]
+    sizes = [len(X) for X, _ in data]
+
+    def new():
+        rest = iter(sizes[1:])
+
+        def set_anew(net):
+            size = next(rest, None)
+            if size:
+                net.h = engine.put(np.arange(4. * size).reshape(size, 4) / 20,
+                                   mgpu.cpu(0))
+        return network(engine, carries, h=None), set_anew
+    net, between = new()
+    expected = plain(engine, net, data, between=between)
+    net, between = new()
+    same(trained(net, devices, data, between=between), expected)
+
+
+def test_a_state_of_a_batch_of_another_size_is_refused(engine, devices):
+    """No device knows which entries are its own."""
+    net = network(engine, carries, h=None)
+    with pytest.raises(RuntimeError, match=r"the attribute Net.h has an entry "
+                       r"for each example of an earlier batch, of shape "
+                       r"\(8, 4\); this batch has another size"):
+        trained(net, devices, [*batches(2), *batches(1, rows=7)])
+    assert tuple(net.h.shape) == (8, 4)
+
+
 @on_torch
 def test_the_last_device_alone_has_what_passes_kept(engine):
     """It counts a pass; the first device, alone, then counts on."""

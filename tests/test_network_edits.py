@@ -222,24 +222,58 @@ def test_statistics_follow_where_the_user_wrote_the_networks(
             assert_bit_equal(mgpu.to_numpy(x), new.numpy())
 
 
-@on_torch
-def test_a_buffer_that_a_pass_replaces_is_the_first_devices(engine, devices):
-    import torch
+def with_buffer(engine, updated):
+    """A dense layer whose forward sets a buffer to ``updated(buffer, x)``."""
+    if engine.name == "torch":
+        import torch
 
-    class Last(torch.nn.Linear):
+        class Dense(torch.nn.Linear):
+            def forward(self, x):
+                self.seen = updated(self.seen, x.detach())
+                return super().forward(x)
+        net = Dense(6, 3)
+        net.register_buffer("seen", torch.zeros(6))
+        return net
+    import mxnet as mx
+
+    class Dense(mx.gluon.Block):
+        def __init__(self):
+            super().__init__()
+            self.dense = mx.gluon.nn.Dense(3, in_units=6)
+            self.seen = mx.gluon.Parameter("seen", grad_req="null", shape=(6,),
+                                           init="zeros")
+            self.params._params["seen"] = self.seen
+
         def forward(self, x):
-            if self.training:
-                self.last = x[:1].clone()
-            return super().forward(x)
-    net = Last(6, 3)
-    net.register_buffer("last", torch.zeros(1, 6))
-    replicas = mgpu.initialize(net, devices, "xavier")
-    shards = shards_of(rows(8), replicas)
+            with mx.autograd.pause():
+                self.seen.set_data(updated(self.seen.data(x.ctx), x))
+            return self.dense(x)
+    return Dense()
+
+
+def test_a_buffer_that_all_devices_update_alike(engine, devices):
+    replicas = mgpu.initialize(with_buffer(engine, lambda seen, x: seen + 1),
+                               devices, "xavier")
     with mgpu.record():
-        replicas(shards)
-    replicas(shards)
+        replicas(shards_of(rows(8), replicas))
+    replicas(shards_of(rows(8), replicas))
     for x in replicas.buffers()[0].list_data():
-        assert_bit_equal(mgpu.to_numpy(x), mgpu.to_numpy(shards[0][:1]))
+        assert_bit_equal(mgpu.to_numpy(x), np.full(6, 2, "float32"))
+
+
+@pytest.mark.parametrize("door", ["initialize", "DataParallel"])
+def test_a_buffer_that_depends_on_the_examples_is_refused(
+        engine, devices, door):
+    """A codebook, a normaliser of observations: one device's examples would
+    update it."""
+    net = with_buffer(engine, lambda seen, x: seen + x.sum(0))
+    replicas = mgpu.initialize(net, devices, "xavier")
+    with mgpu.record(), pytest.raises(
+            RuntimeError, match="forward updates the buffer .*seen.* from"):
+        if door == "initialize":
+            replicas(shards_of(rows(8), replicas))
+        else:
+            mgpu.DataParallel(net, devices)(mgpu.put(rows(8), devices[0]))
 
 
 # -- what a pass of MXNet sets ------------------------------------------------

@@ -312,6 +312,8 @@ def test_a_wrong_trainer_is_refused(backend):
     with pytest.raises(TypeError, match=r"their mgpu.Trainer; received .*"
                        rf"Replicas and {__name__}\..*\.Trainer. "):
         mgpu.train_batch(*batch(4), a, loss, Trainer())
+    with pytest.raises(TypeError, match="received the class .*Trainer. Make"):
+        mgpu.Trainer(a, Trainer)
 
 
 def test_a_leaf_that_all_losses_share(backend, devices):
@@ -590,7 +592,8 @@ def test_wrong_loops_are_refused(backend):
 def test_arguments_of_another_kind_are_named(backend):
     replicas, loss, trainer = set_up(backend, on(0, 1))
     for name, wrong, words in (
-            ("loss", None, "'NoneType' object is not callable"),
+            ("loss", None, r"loss\(output, label\); received None of type"),
+            ("loss", type(loss), "received the class SoftmaxCross"),
             ("train_iter", None, "train_iter must be an iterable of batches"),
             ("train_iter", [np.ones((2, 6))], "pairs, .*received a ndarray"),
             ("train_iter", [types.SimpleNamespace(data=[1], label=[2])],

@@ -141,9 +141,9 @@ def default_backend() -> str:
     an unknown ``MGPU_BACKEND``.
     """
     global _installed
-    named = environment.backend()
-    if named is not None or _inferred:
-        return canonical(named or _inferred)
+    named = environment.backend() or _inferred
+    if named is not None:
+        return canonical(named)
     if _installed is None:
         _installed = next(iter(available_backends()), None)
     return _installed or next(name for name, entry in ENTRIES.items()

@@ -98,6 +98,17 @@ def replace(x: Any, is_array: Callable[[Any], bool],
     return rebuild(x, found[0], new)
 
 
+def have_form(x: Any, other: Any, is_array: Callable[[Any], bool], old: int,
+              new: int) -> bool:
+    """Whether the arrays in `x` have the shapes of those in `other`, with
+    `new` examples for `old` ones."""
+    shapes, others = ([tuple(array.shape) for array in arrays_in(
+        value, is_array)] for value in (x, other))
+    return list(map(len, shapes)) == list(map(len, others)) and all(
+        n == m or (m, n) == (old, new) for shape, like in zip(shapes, others)
+        for n, m in zip(shape, like))
+
+
 def arrays_in(x: Any, is_array: Callable[[Any], bool]) -> list[Any]:
     """All arrays in `x`, in order."""
     if is_array(x):

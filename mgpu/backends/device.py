@@ -64,8 +64,8 @@ def as_device(device: Any) -> Device:
     else:
         raise TypeError(
             f"expected a device; received {device!r} of type "
-            f"{type(device).__name__}. Use cpu(i), gpu(i), or a string such "
-            "as 'cpu:1', 'gpu:0', 'cuda:0'.")
+            f"{type(device).__name__}. Use mgpu.list_devices(2) for the first "
+            "two, or cpu(i), gpu(i), 'cpu:1', 'gpu:0', 'cuda:0'.")
     kind = "gpu" if kind == "cuda" else kind
     if kind not in ("cpu", "gpu") or not is_integer(index, 0):
         raise ValueError(

@@ -13,6 +13,7 @@ from mgpu.backends.containers import Batch, Call, Probed
 from mgpu.data.nested import axis_in
 from mgpu.data.split import shard_bounds
 from mgpu.utils import environment
+from mgpu.utils.arguments import integer
 
 #: calls that ``MGPU_DEBUG=1`` compares with one device
 _COMPARED = 3
@@ -74,6 +75,9 @@ class BatchSplit:
         self._default: Any = batch_axis
         if isinstance(batch_axis, Mapping):
             self._axis_of, self._default = batch_axis, 0
+        for axis in (self._default, *self._axis_of.values()):
+            if axis is not list:
+                integer("batch_axis", axis, 0)
         self._whole = tuple(whole)
         self._was_split: dict[str, bool] = {}
         self._compared = 0
@@ -163,8 +167,17 @@ class BatchSplit:
     def size(self, args: Sequence[Any], kwargs: Mapping[str, Any]
              ) -> int | None:
         """The number of examples: the size of the first array along its
-        batch axis. None without arrays."""
-        return self._first(self._arguments(args, kwargs))[0]
+        batch axis. None without arrays. ValueError where no array has an
+        axis above 0."""
+        arguments = self._arguments(args, kwargs)
+        size, _ = self._first(arguments)
+        if size is None and self._default and any(shapes := [
+                tuple(x.shape) for one in arguments for x
+                in containers.arrays_in(one.value, self.is_array)]):
+            raise ValueError(
+                f"batch_axis is {self._default}, and no argument has that "
+                f"axis; received shapes {shapes}. Correct batch_axis.")
+        return size
 
     def _first(self, arguments: Sequence[_Argument]
                ) -> tuple[int | None, Any]:
@@ -290,15 +303,17 @@ class BatchSplit:
                         one.name, "list", f"has a list of {size} items in a "
                         f"batch of {size} examples, which does not tell "
                         "whether it has an item for each example")
-        split = False
+        split, known = False, None if one.explicit \
+            else self._was_split.get(one.name)
 
         def part(device: Any, start: int, stop: int) -> Any:
             def of_array(x: Any) -> Any:
                 nonlocal split
+                # What went whole had another size than the batch once.
                 if one.axis is None or len(x.shape) <= one.axis \
-                        or x.shape[one.axis] != size:
+                        or x.shape[one.axis] != size or known is False:
                     return self.to(x, device)
-                if not one.explicit and x is not first and (
+                if not (one.explicit or known) and x is not first and (
                         len(x.shape) == 1 or len(set(x.shape)) == 1):
                     raise _ambiguous(
                         one.name, one.axis, f"has shape {tuple(x.shape)} in a "
@@ -315,8 +330,8 @@ class BatchSplit:
         if not one.explicit and one.axis is not list \
                 and containers.arrays_in(one.value, self.is_array) \
                 and self._was_split.setdefault(one.name, split) != split:
-            raise _ambiguous(one.name, one.axis, f"was {'not ' * split}split "
-                             "in an earlier batch")
+            raise _ambiguous(one.name, one.axis, "was split in an earlier "
+                             "batch, and has another size than this one")
         return parts
 
 
@@ -454,7 +469,9 @@ class Joining:
             raise ValueError(
                 f"{name} has shapes {shapes} on devices with {self.sizes} "
                 f"examples: {'several axes fit' if found else 'no axis fits'} "
-                "them. Return arrays with an entry for each example.")
+                "them. Return arrays with an entry for each example, and give "
+                "batch_axis= where an argument has its examples on another "
+                "axis than 0.")
         return found[0]
 
 

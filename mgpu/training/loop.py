@@ -32,7 +32,7 @@ from mgpu.training.evaluation import (check_place, check_scores,
 from mgpu.training.history import History
 from mgpu.training.progress import ProgressBar
 from mgpu.training.replicas import Replicas
-from mgpu.training.step import Loss, is_number, train_batches
+from mgpu.training.step import Loss, check_loss, is_number, train_batches
 from mgpu.training.stopping import Stop, Stopped
 from mgpu.training.trainer import Trainer, check_pair
 from mgpu.utils.arguments import batches as as_batches, integer
@@ -499,6 +499,7 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
         several epochs. Nothing has changed.
     """
     check_pair(replicas, trainer)
+    check_loss(loss)
     if not (evaluate is None or callable(evaluate)):
         raise TypeError("evaluate is a function; received "
                         f"{type(evaluate).__name__}.")

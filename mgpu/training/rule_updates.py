@@ -157,6 +157,10 @@ def updates_of(replicas: Replicas, optimizer: Any, options: dict[str, Any],
             "function: lambda n: 0.1 * 0.5 ** (n // 100). For a "
             "schedule of torch's, give the Trainer its optimizer object, and "
             "step the schedule as in torch.")
+    if isinstance(optimizer, type):
+        raise TypeError(
+            "expected an optimiser's name, or an object; received the class "
+            f"{optimizer.__qualname__}. Make an object of it.")
     is_rule = isinstance(optimizer, Optimizer)
     known = None if is_rule or isinstance(optimizer, str) \
         else backends.given(optimizer)

@@ -96,6 +96,7 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         replicas.
     """
     check_pair(replicas, trainer)
+    check_loss(loss)
     parts = [(X, y)]
     if integer("accumulate", accumulate, 1) > 1:
         parts = _cut(X, y, replicas.span.world, accumulate, batch_axis)
@@ -173,6 +174,15 @@ def train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
         else:
             trainer.step(run(*batches[0]), ignore_stale_grad)
     return losses
+
+
+def check_loss(loss: Any) -> None:
+    """Raise TypeError for what cannot be called with outputs and labels."""
+    if isinstance(loss, type) or not callable(loss):
+        what = f"the class {loss.__qualname__}" if isinstance(loss, type) \
+            else f"{loss!r} of type {type(loss).__name__}"
+        raise TypeError("expected a loss, called as loss(output, label); "
+                        f"received {what}. Pass a function or an object.")
 
 
 def _check_labels(X_shards: Sequence[Any], y_shards: Sequence[Any],

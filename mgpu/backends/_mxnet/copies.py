@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from mgpu.backends._mxnet.block_tree import (BlockTree, Place, alias,
                                              blocks_of, copied, state_of,
                                              view_of)
@@ -163,18 +165,14 @@ class ContextCopies:
                          for i in active}
                 before = state_of(views[active[0]]) if active[0] \
                     else {**earlier, **states[0]}
-                written = [(p, sets_of(p)) for tree in trees.values()
-                           for pair in tree.parameters.items() for p in pair
-                           if p.grad_req != "null"]
+                counts = [(p, own, sets_of(own)) for tree in trees.values()
+                          for p, q in tree.parameters.items()
+                          for own in (p, q)]
                 outputs = self._run([partial(
                     self._forward, i, trees.get(i), calls[i])
                     for i in active])
-            for p, count in written:
-                if sets_of(p) != count:
-                    raise RuntimeError(
-                        f"forward writes to the parameter {p.name}: each "
-                        "device would write for its own examples. Write to "
-                        "it outside of forward.")
+            self._check_writes(trees, active, {
+                p for p, own, count in counts if sets_of(own) != count})
         except BaseException:
             set_states(net, earlier)
             raise
@@ -187,6 +185,24 @@ class ContextCopies:
                     stored(first[p]).copyto(stored(p))
         self._states.end(before, views, batch)
         return dict(zip(active, outputs, strict=True))
+
+    def _check_writes(self, trees: Mapping[int, BlockTree],
+                      active: Sequence[int], written: set[Any]) -> None:
+        """Refuse a forward that has written to a parameter, and one that has
+        updated a buffer differently on the devices."""
+        for p in written:
+            if p.grad_req != "null":
+                raise RuntimeError(
+                    f"forward writes to the parameter {p.name}: each device "
+                    "would write for its own examples. Write to it outside of "
+                    "forward.")
+            first, *others = [stored(trees[i].parameters[p] if i else p)
+                              .asnumpy() for i in active]
+            if not all(np.array_equal(x, first) for x in others):
+                raise RuntimeError(
+                    f"forward updates the buffer {p.name} from the examples "
+                    "of its device, and the devices' values differ. Update it "
+                    "outside of forward, from the joined outputs.")
 
     def _forward(self, i: int, tree: BlockTree | None, args: tuple[Any, ...]
                  ) -> Any:

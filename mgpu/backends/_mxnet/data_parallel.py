@@ -39,7 +39,7 @@ class Arrays:
             return on_context(
                 x[(slice(None),) * axis + (slice(start, stop),)], device)
         part = mx.nd.gather_nd(_axis_first(x.as_nd_ndarray(), axis),
-                               _indices(start, stop, x.ctx))
+                               cls._indices(start, stop, x.ctx))
         return on_context(_like(_axis_first(part, axis), x), device)
 
     to = staticmethod(on_context)
@@ -56,9 +56,14 @@ class Arrays:
         for x, start, stop in zip(arrays, ends, ends[1:], strict=False):
             x = _axis_first(x.as_nd_ndarray(), axis)
             spread.append(mx.nd.scatter_nd(
-                x, _indices(start, stop, device),
+                x, cls._indices(start, stop, device),
                 shape=(ends[-1], *x.shape[1:])))
         return _like(_axis_first(mx.nd.add_n(*spread), axis), arrays[0])
+
+    @staticmethod
+    def _indices(start: int, stop: int, context: Any) -> Any:
+        # Of no other graph: MXNet frees a graph with its constants.
+        return _arange(start, stop, context).detach()
 
     @staticmethod
     def _is_recorded(x: Any) -> bool:
@@ -71,7 +76,7 @@ def _axis_first(x: Any, axis: int) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _indices(start: int, stop: int, context: Any) -> Any:
+def _arange(start: int, stop: int, context: Any) -> Any:
     return mx.nd.arange(start, stop, dtype="int64", ctx=context
                         ).reshape((1, -1))
 

@@ -13,6 +13,7 @@ from mgpu.backends._mxnet.block_tree import (Place, blocks_of, is_array,
                                              state_of, view_of)
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends.containers import Batch
+from mgpu.backends.other_batch import OtherBatch
 
 autograd, gluon = mx.autograd, mx.gluon
 
@@ -60,11 +61,16 @@ class DeviceStates:
             is_same = now is state.shown and _content(now) == state.seen
             if not is_same:     # the user's
                 del self._states[place]
-            # Of another batch size, or of the user's in another form: as it
-            # is, for all devices.
-            if known is None and not is_same or known is not None and (
-                    known[-1][1] != bounds[-1][1]
-                    or _shapes(now) != _shapes(state.shown)):
+            if is_same and known is not None \
+                    and known[-1][1] != bounds[-1][1]:
+                name = f"{type(state.block).__name__}.{place[1]}"
+                for i in active:
+                    found[i][place] = containers.replace(
+                        now, is_array, partial(OtherBatch, name=name))
+                continue
+            # Of the user's in another form: as it is, for all devices.
+            if not is_same and (known is None or not containers.have_form(
+                    now, state.shown, is_array, known[-1][1], bounds[-1][1])):
                 continue
             if known is not None and (not is_same or known != bounds
                                       or list(values) != list(active)):
@@ -114,6 +120,7 @@ class DeviceStates:
             state = self._states.get(place)
             if state is not None and state.bounds is not None and not is_set:
                 if x is state.shown or state.bounds != list(batch.bounds):
+                    block.__dict__[name] = state.shown
                     continue    # of another batch size
                 is_set = True   # perhaps in place
             if not (is_set or is_array(x) or containers.parts(x)
@@ -168,10 +175,6 @@ def _content(x: Any) -> Any:
         return values.shape, values.tobytes()
     found = containers.parts(x)
     return x if found is None else list(map(_content, found[1]))
-
-
-def _shapes(x: Any) -> list[tuple[int, ...]]:
-    return [tuple(a.shape) for a in containers.arrays_in(x, is_array)]
 
 
 # -- running statistics -------------------------------------------------------

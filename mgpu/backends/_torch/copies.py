@@ -27,6 +27,7 @@ from mgpu.backends._torch.tree import (TABLES, Contents, Tree, made_more,
                                        plain_network, redirect, version)
 from mgpu.backends._workers import inside_worker
 from mgpu.backends.containers import Batch, Call, Probed
+from mgpu.backends.other_batch import OtherBatch
 
 _MISSING = object()
 
@@ -362,7 +363,7 @@ class DeviceCopies:
             key, name = place
             if key not in modules or name not in vars(modules[key]):
                 continue
-            x = vars(modules[key])[name]
+            x = shown = vars(modules[key])[name]
             one = known = self._attributes[i].get(place)
             if one is not None and one.size is None and tree.shares(x):
                 one = None      # a view of a parameter, uncounted
@@ -379,7 +380,12 @@ class DeviceCopies:
             if not plain:
                 x = containers.replace(x, is_tensor, functools.partial(
                     _entered, sources, leaves))
-            vars(modules[key])[name] = redirect(x, memo)
+            x = redirect(x, memo)
+            if one is None and known is not None and not plain \
+                    and _is_of_other_batch(known, shown, batch):
+                x = containers.replace(x, is_tensor, functools.partial(
+                    OtherBatch, name=f"{type(modules[key]).__name__}.{name}"))
+            vars(modules[key])[name] = x
         copies = list(modules.values())
         self._meaning.dress(i, copies[0], copies[:len(tree.paths)])
         self._attributes[i] = held
@@ -389,18 +395,47 @@ class DeviceCopies:
 
     # -- what forward sets ----------------------------------------------------
 
-    def _check_parameters(self, tree: Tree, copy: _Copy) -> None:
-        """Refuse a forward that has written to a parameter."""
-        stamps = _stamps(copy.arrays.values())
-        for key, old, new in zip(copy.arrays, copy.stamps, stamps) \
-                if stamps != copy.stamps else ():
-            if isinstance(tree.arrays[key], nn.Parameter) and new != old:
-                name = next((name for name, p in self.net.named_parameters()
-                             if id(p) == key), "that an attribute has")
+    def _check_writes(self, tree: Tree, copies: dict[int, _Copy],
+                      changes: dict[int, _Changes]) -> None:
+        """Refuse a forward that has written to a parameter, and one that has
+        updated a buffer differently on the devices: the first one's values
+        would stay. Running statistics of norm layers are a device's own."""
+        written: set[int] = set()
+        for made in copies.values():
+            stamps = _stamps(made.arrays.values())
+            if stamps != made.stamps:
+                written |= {key for key, old, new in zip(
+                    made.arrays, made.stamps, stamps) if new != old}
+        places = {place for one in changes.values() for place in one.buffers}
+        if not (written or places):
+            return
+        for key in written:
+            if isinstance(tree.arrays[key], nn.Parameter):
                 raise RuntimeError(
-                    f"forward writes to the parameter {name}, as "
-                    "nn.Embedding(max_norm=) does: each device would write "
+                    f"forward writes to the parameter {self._name_of(key)}, "
+                    "as nn.Embedding(max_norm=) does: each device would write "
                     "for its own examples. Write to it outside of forward.")
+        first = self.devices[0]
+        own = {*map(id, tree.statistics)}
+        values = [(key, "", [made.arrays[key] for made in copies.values()])
+                  for key in written - own]
+        values += [(0, name, [one.buffers.get((key, name))
+                              for one in changes.values()])
+                   for key, name in places]
+        for key, name, (x, *others) in values:
+            if not all(is_tensor(x) and is_tensor(y) and torch.equal(
+                    y.to(first), x.to(first)) for y in others):
+                raise RuntimeError(
+                    f"forward updates the buffer {name or self._name_of(key)} "
+                    "from the examples of its device, and the devices' values "
+                    "differ. Update it outside of forward, from the joined "
+                    "outputs.")
+
+    def _name_of(self, key: int) -> str:
+        """The name of the network's array with this id."""
+        return next((name for name, x in (*self.net.named_parameters(),
+                                          *self.net.named_buffers())
+                     if id(x) == key), "that an attribute has")
 
     def _commit(self, tree: Tree, changes: dict[int, _Changes], batch: Batch
                 ) -> None:
@@ -498,9 +533,8 @@ class DeviceCopies:
         outputs = dict(zip(active, forward({i: functools.partial(
             self._meaning.call, i, copies[i].net, *calls[i])
             for i in active}), strict=True))
-        for made in copies.values():
-            self._check_parameters(tree, made)
         changes = {i: _changes(tree, copies[i]) for i in active}
+        self._check_writes(tree, copies, changes)
         ended = functools.partial(self._ended, tree, copies, batch, compiled)
         if recorded and plain:
             outputs[0] = _kept(outputs[0], ended)
@@ -583,16 +617,20 @@ def _part(one: _Held, x: Any, i: int, device: torch.device,
           batch: Batch | None) -> _Held | None:
     """A device's part of a value that the user has set in the place of a
     joined one; None where it goes to all devices."""
-    if batch is None or one.size != batch.bounds[-1][1] \
-            or _shapes(x) != _shapes(one.original):
+    if batch is None or one.size is None \
+            or _is_of_other_batch(one, x, batch) \
+            or not containers.have_form(x, one.original, is_tensor, one.size,
+                                        batch.bounds[-1][1]):
         return None
     start, stop = batch.bounds[i]
     return _Held(x, version(x), batch.split_like(
-        x, one.value, start, stop, device), one.size)
+        x, one.value, start, stop, device), batch.bounds[-1][1])
 
 
-def _shapes(x: Any) -> list[tuple[int, ...]]:
-    return [tuple(t.shape) for t in containers.arrays_in(x, is_tensor)]
+def _is_of_other_batch(one: _Held, x: Any, batch: Batch | None) -> bool:
+    """Whether `x` is what a batch of another size has left."""
+    return batch is not None and one.original is x \
+        and one.size not in (None, batch.bounds[-1][1])
 
 
 def _recorded(x: Any) -> list[torch.Tensor]:

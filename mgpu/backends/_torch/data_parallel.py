@@ -69,6 +69,7 @@ class DataParallel(Wrapper, nn.Module):
                                  Synchronized(net, synchronize)),
             _split=split, _remake=remake)
 
+    @torch.compiler.disable     # else compiled code runs on one device
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         copies, split = self._copies, self._split
         size = None if copies.takes_one_device() \
