@@ -115,10 +115,13 @@ def of(language):
 
 def runs():
     for page, todo in of("python"):
-        chooses = any(re.search(r"^[^#]*\b(set|using)_backend\(", b.text,
-                                re.MULTILINE) for b in todo)
-        for name in BACKENDS[:1] if chooses else BACKENDS:
-            yield pytest.param(page, todo, name, id=f"{page.stem}-{name}")
+        # a call, or networks of one framework
+        chooses = any(re.search(
+            r"^[^#]*\b(set|using)_backend\(|^import (torch|mxnet)\b", b.text,
+            re.MULTILINE) for b in todo)
+        for name in [""] if chooses else BACKENDS:
+            yield pytest.param(page, todo, name,
+                               id=f"{page.stem}-{name}".strip("-"))
 
 
 @pytest.mark.parametrize("page, todo, engine", list(runs()))
