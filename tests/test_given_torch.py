@@ -495,11 +495,8 @@ def test_an_optimiser_that_no_trainer_steps_is_refused(on_torch):
     net = network()
     replicas = mgpu.initialize(net, on(0, 1))
     grouped = two_groups(optim.SGD)(net)
-    for wrong, words in (
-            (optim.Adam, "unknown optimiser; received .*Adam"),
-            (optim.SGD(network().parameters()), "has none of them")):
-        with pytest.raises(ValueError, match=words):
-            mgpu.Trainer(replicas, wrong)
+    with pytest.raises(ValueError, match="has none of them"):
+        mgpu.Trainer(replicas, optim.SGD(network().parameters()))
     before = values_of(net)
     backward(replicas, *batch(8))
     with pytest.raises(TypeError, match="closure"):     # torch's own error
