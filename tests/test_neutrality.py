@@ -18,6 +18,7 @@ PACKAGE = Path(mgpu.__file__).parent
 #: and are no neutral code
 NEUTRAL = sorted(path for path in PACKAGE.rglob("*.py")
                  if "backends" not in path.relative_to(PACKAGE).parts
+                 and path.parent.name != "demo"     # programs of one framework
                  and not path.match("distributed/_[a-z]*.py"))
 FRAMEWORKS = {"mxnet", "torch"}
 NAMES = FRAMEWORKS | {"gluon", "pytorch"}

@@ -4,6 +4,7 @@ called.
 ==============  ============================================================
 `reproduce`     the book's three chapters on several devices
 `bench`         the speed of this machine
+`demo`          what mgpu does, in half a minute
 `doctor`        is this machine fit
 `launch`        a script in several processes
 `parity`        `mgpu parity`, `mgpu trace` and `mgpu lint`
@@ -29,7 +30,8 @@ from mgpu.tools.chapters import differences
 __all__ = ["cli", "differences", "parse_devices"]
 
 #: the module of each command
-_COMMANDS = {"bench": "bench", "convert": "gluon", "doctor": "doctor",
+_COMMANDS = {"bench": "bench", "convert": "gluon", "demo": "demo",
+             "doctor": "doctor",
              "inspect": "gluon", "launch": "launch", "lint": "parity",
              "parity": "parity", "reproduce": "reproduce",
              "trace": "parity"}

@@ -78,20 +78,21 @@ def reproduce(ctx: click.Context, chapter: str, backend: str | None,
     for name, places in plan:
         with mgpu.using_backend(name):
             run = CHAPTERS[chapter] if times_only else \
-                functools.partial(_training, chapter)
+                functools.partial(training, chapter)
             runs.append(run(places, **options))
         if json_file is not None:
             files.write_json(json_file, {
                 "chapter": chapter, "versions": doctor.versions(
                     r["backend"] for r in runs), "runs": runs})
-    (_show_timings if times_only else _show_trainings)(
+    (_show_timings if times_only else show_trainings)(
         chapter, runs, plot_file)
     shared.say_written(json_file, plot_file)
 
 
-def _training(chapter: str, devices: list[Device], *, batch_size: int,
-              data: str, limit: int | None = None, **options: Any
-              ) -> chapters.Run:
+def training(chapter: str, devices: list[Device], *, batch_size: int,
+             data: str, limit: int | None = None, **options: Any
+             ) -> chapters.Run:
+    """Train as a chapter does, on the backend in use, and print its line."""
     # Loaded for each run: all begin with the same order of batches.
     load = functools.partial(
         datasets.load, data, batch_size, limit, options["seed"],
@@ -112,8 +113,9 @@ def _training(chapter: str, devices: list[Device], *, batch_size: int,
 
 # -- results ------------------------------------------------------------------
 
-def _show_trainings(chapter: str, runs: list[chapters.Run],
-                    plot_file: str | None) -> None:
+def show_trainings(chapter: str, runs: list[chapters.Run],
+                   plot_file: str | None) -> None:
+    """Print a table, and how far the backends are apart; draw the runs."""
     rates = [mean_rate([run]) or 0.0 for run in runs]
     single = {run["backend"]: rate for run, rate in zip(runs, rates)
               if len(run["devices"]) == 1}
