@@ -51,8 +51,8 @@ def _is_numbers(data: Any) -> bool:
 
 def entries_of(data: Any) -> list[Any] | None:
     """What a container holds; None for arrays and for all else."""
-    if not isinstance(data, (Mapping, list, tuple, deque)) or is_array(data) \
-            or _is_numbers(data):
+    if is_array(data) or _is_numbers(data) \
+            or not isinstance(data, (Mapping, list, tuple, deque)):
         return None
     _, values = containers.parts(_known(data)) or ((), [])
     return values

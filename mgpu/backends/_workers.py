@@ -205,6 +205,18 @@ class _Call:
         return first_error_or(results, errors)
 
 
+def run_here(thunks: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Call all thunks in this thread, one after the other, as if each were
+    in a thread of its own."""
+    before = inside_worker()
+    try:
+        _here.inside = True
+        return run_in_turn([partial(contextvars.copy_context().run, thunk)
+                            for thunk in thunks])
+    finally:
+        _here.inside = before
+
+
 def run_in_turn(thunks: Sequence[Callable[[], Any]]) -> list[Any]:
     """Call all thunks in this thread, one after the other."""
     results: list[Any] = []

@@ -478,7 +478,7 @@ class DeviceCopies:
         plan = self._plan = self._meaning.begin(active, tree)
         compiled, together = tree.compiled or plan.compiles, plan.together
         forward = functools.partial(self._turns.forward, (
-            tree.key, plan.mode), compiled, together)
+            tree.key, plan.mode), batch.bounds[-1][1], compiled, together)
         if len(self.devices) == 1 and together is None \
                 and not tree.compiled and not plan.dresses:
             (args, kwargs), sizes = calls[0], tree.sizes()
