@@ -1,8 +1,8 @@
 """Threads, one per device, that live as long as the process.
 
 Both engines run thunks (functions without arguments) through `Workers`: torch
-always, because a CPU backward pass runs in the thread that calls it; MXNet
-only where thunks wait for each other.
+all but short ones, because a CPU backward pass runs in the thread that calls
+it; MXNet only where thunks wait for each other.
 """
 import atexit
 import contextvars
