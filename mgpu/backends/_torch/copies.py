@@ -345,7 +345,7 @@ class DeviceCopies:
         memo: dict[int, Any] = {**arrays, **modules}
         originals = {id(memo[key]): x for key, x in (
             *tree.arrays.items(), *tree.by_id.items())}
-        for module in tree.modules:     # compiled: the module itself
+        for module in tree.modules if tree.compiled else ():    # itself
             if type(module).__name__ == "OptimizedModule":
                 memo[id(module)] = memo[id(module._orig_mod)]
         for key, module in tree.by_id.items():
