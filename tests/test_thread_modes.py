@@ -4,6 +4,7 @@ the default device. Networks are in float64; the judge is the plain loop.
 """
 import contextlib
 import copy
+import itertools
 import threading
 
 import numpy as np
@@ -162,3 +163,61 @@ def test_modes_around_devices_that_meet_are_refused(around, devices):
         step()
     assert_all_equal(replicas.export_numpy(), before)
     step()
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_small_layers_run_in_turn_and_give_the_same_bits(
+        engine, parallel, monkeypatch):
+    """By a clock that ticks a step each time it is read, all devices one
+    after the other take less than at the same time."""
+    import torch
+    from mgpu.backends._torch import streams
+    ran = []
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(
+                torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8),
+                torch.nn.Dropout(0.5) if not parallel else torch.nn.Tanh(),
+                torch.nn.Linear(8, 3))
+            self.last = torch.zeros(1, 3)
+
+        def forward(self, x):
+            ran.append(threading.current_thread())
+            y = self.layers(x)
+            self.last = y.detach()
+            return y + torch.get_num_threads()
+
+    def trained(clock):
+        monkeypatch.setattr(streams.time, "perf_counter", clock)
+        ran.clear()
+        torch.manual_seed(0)
+        mgpu.seed(0)
+        net, devices = Net(), on(0, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        loss = torch.nn.CrossEntropyLoss()
+        model = mgpu.DataParallel(net, devices) if parallel \
+            else mgpu.initialize(net, devices)
+        trainer = None if parallel else mgpu.Trainer(model, optimizer)
+        shown = []
+        for _ in range(2 * streams.PASSES):
+            X, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+            if trainer is None:
+                optimizer.zero_grad()
+                loss(model(X), y).backward()
+                optimizer.step()
+            else:
+                mgpu.train_batch(X, y, model, loss, trainer)
+            shown.append(net.last.clone())
+        return [*net.parameters(), *net.buffers(), *shown], ran[-2:]
+    before, ticks = torch.get_num_threads(), itertools.count()
+    torch.set_num_threads(before + 1)
+    in_turn, threads = trained(lambda: next(ticks))
+    assert threads == [threading.current_thread()] * 2
+    together, threads = trained(lambda: 0)
+    assert threading.current_thread() not in threads
+    assert torch.get_num_threads() == before + 1
+    torch.set_num_threads(before)
+    for a, b in zip(in_turn, together, strict=True):
+        assert torch.equal(a, b)

@@ -1,8 +1,8 @@
 """Threads, one per device, that live as long as the process.
 
 Both engines run thunks (functions without arguments) through `Workers`: torch
-always, because a CPU backward pass runs in the thread that calls it; MXNet
-only where thunks wait for each other.
+all but short ones, because a CPU backward pass runs in the thread that calls
+it; MXNet only where thunks wait for each other.
 """
 import atexit
 import contextvars
@@ -203,6 +203,18 @@ class _Call:
         results, errors = self._results, self._errors
         del self._results, self._errors
         return first_error_or(results, errors)
+
+
+def run_here(thunks: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Call all thunks in this thread, one after the other, as if each were
+    in a thread of its own."""
+    before = inside_worker()
+    try:
+        _here.inside = True
+        return run_in_turn([partial(contextvars.copy_context().run, thunk)
+                            for thunk in thunks])
+    finally:
+        _here.inside = before
 
 
 def run_in_turn(thunks: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -55,7 +55,7 @@ class Probed(NamedTuple):
 
 def parts(x: Any) -> tuple[list[Any], list[Any]] | None:
     """The keys and the values of a container, or None for anything else."""
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+    if hasattr(type(x), "__dataclass_fields__"):
         names = [f.name for f in dataclasses.fields(x)
                  if f.init and hasattr(x, f.name)]
         return names, [getattr(x, name) for name in names]
@@ -68,7 +68,7 @@ def parts(x: Any) -> tuple[list[Any], list[Any]] | None:
 
 def rebuild(x: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
     """A container like `x` with other values under the same keys."""
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+    if hasattr(type(x), "__dataclass_fields__"):
         return dataclasses.replace(x, **dict(zip(keys, values)))
     if isinstance(x, tuple):
         return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)

@@ -61,7 +61,7 @@ def work_on(columns: Sequence[list[np.ndarray]], begin: int, end: int,
     with np.errstate(all="ignore"):     # as the engines: NaN says enough
         for j, column in enumerate(columns):
             itemsize, n = column[0].itemsize, len(column[0])
-            low, high = (min(max(x, 0) // itemsize, n) for x in (begin, end))
+            low, high = [min(max(x, 0) // itemsize, n) for x in (begin, end)]
             begin, end = begin - n * itemsize, end - n * itemsize
             step = max(1, size // itemsize)
             for at in range(low, high, step):

@@ -51,8 +51,8 @@ def _is_numbers(data: Any) -> bool:
 
 def entries_of(data: Any) -> list[Any] | None:
     """What a container holds; None for arrays and for all else."""
-    if not isinstance(data, (Mapping, list, tuple, deque)) or is_array(data) \
-            or _is_numbers(data):
+    if is_array(data) or _is_numbers(data) \
+            or not isinstance(data, (list, tuple, deque, Mapping)):
         return None
     _, values = containers.parts(_known(data)) or ((), [])
     return values
@@ -60,8 +60,8 @@ def entries_of(data: Any) -> list[Any] | None:
 
 def _known(data: Any) -> Any:
     """`data`; a dict of a mapping that cannot be written to."""
-    return dict(data) if isinstance(data, Mapping) \
-        and not isinstance(data, (dict, UserDict)) else data
+    return dict(data) if not isinstance(data, (list, tuple, dict, UserDict)) \
+        and isinstance(data, Mapping) else data
 
 
 def rebuild(data: Any, entries: Sequence[Any]) -> Any:

@@ -77,7 +77,9 @@ def _joined(join: Callable[..., Array], values: Array, axis: int = 0
             ) -> Array:
     """`values` with one number per example: all axes but `axis` joined."""
     others = tuple(i for i in range(len(values.shape)) if i != axis)
-    return join(values, others) if others else values
+    if all(values.shape[i] == 1 for i in others):
+        return values.reshape((-1,)) if others else values
+    return join(values, others)
 
 
 class Loss:

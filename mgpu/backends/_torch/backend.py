@@ -19,10 +19,10 @@ from mgpu.backends._torch.network import TorchNetwork, without_values
 from mgpu.backends._torch.ops import TorchOps, dtype_of
 from mgpu.backends._torch.streams import (Draws, aside, default_generators,
                                           undisturbed, watch)
-from mgpu.backends._workers import Workers, inside_worker, run_in_turn
+from mgpu.backends._workers import Workers, inside_worker, run_here
 from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
-from mgpu.utils import environment, probes
+from mgpu.utils import environment
 from mgpu.utils.arguments import integer
 
 _recording: ContextVar[bool] = ContextVar("mgpu_recording", default=False)
@@ -72,8 +72,8 @@ class TorchBackend(Gradients, base.Backend):
         # its share and the user's own threads keep theirs.
         self.threads = threads = environment.threads_per_device()
         self._workers = Workers(
-            "mgpu-torch", lambda: torch.set_num_threads(threads),
-            partial(self._carried, True), aside=_waiting)
+            "mgpu-torch", partial(openmp.begin_thread, threads), self.carry,
+            aside=_waiting)
 
     # -- devices and arrays -------------------------------------------------
 
@@ -205,31 +205,29 @@ class TorchBackend(Gradients, base.Backend):
             raise messages.watched_rendezvous(modes.watching())
         return self.run(thunks)
 
-    def run(self, thunks: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Call thunks, number i in the thread of device i."""
-        if len(thunks) > 1 and modes.watching():
-            with probes.only_queueing():    # one thread serves all devices
-                return self._workers.run([partial(run_in_turn, thunks)])[0]
+    def run(self, thunks: Sequence[Callable[[], Any]], here: bool = False
+            ) -> list[Any]:
+        """Call thunks, number i in the thread of device i, or `here` in the
+        calling one, on as many cores: the same sums, to the bit."""
         if len(thunks) == 1:
             return self._workers.run(thunks)
-        before = watch.state()
+        watched = not here and modes.watching()     # by the calling thread
+        before = None if watched else watch.state()
         try:
-            return self._workers.run(thunks)
+            if not (here or watched):
+                return self._workers.run(thunks)
+            with self.device_threads():
+                return run_here(thunks)
         finally:
             watch.check(before)
 
     def carry(self) -> Callable[[], base.ContextManager]:
-        return self._carried(watching=False)
-
-    def _carried(self, watching: bool) -> Callable[[], base.ContextManager]:
-        """`watching`: also what sees the operations of the calling thread,
-        which waits."""
         grad = torch.is_grad_enabled()
         inference = torch.is_inference_mode_enabled()
         autocast = [(kind, torch.get_autocast_dtype(kind))
                     for kind in ("cpu", "cuda")
                     if torch.is_autocast_enabled(kind)]
-        carried = modes.carried(watching)
+        carried = modes.carried()
 
         @contextlib.contextmanager
         def all_modes() -> Iterator[None]:

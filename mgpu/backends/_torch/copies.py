@@ -346,7 +346,7 @@ class DeviceCopies:
         memo: dict[int, Any] = {**arrays, **modules}
         originals = {id(memo[key]): x for key, x in (
             *tree.arrays.items(), *tree.by_id.items())}
-        for module in tree.modules:     # compiled: the module itself
+        for module in tree.modules if tree.compiled else ():    # itself
             if type(module).__name__ == "OptimizedModule":
                 memo[id(module)] = memo[id(module._orig_mod)]
         for key, module in tree.by_id.items():
@@ -513,7 +513,7 @@ class DeviceCopies:
         plan = self._plan = self._meaning.begin(active, tree)
         compiled, together = tree.compiled or plan.compiles, plan.together
         forward = functools.partial(self._turns.forward, (
-            tree.key, plan.mode), compiled, together)
+            tree.key, plan.mode), batch.bounds[-1][1], compiled, together)
         if len(self.devices) == 1 and together is None \
                 and not tree.compiled and not plan.dresses:
             (args, kwargs), sizes = calls[0], tree.sizes()

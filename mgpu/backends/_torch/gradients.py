@@ -12,7 +12,6 @@ from mgpu.backends import messages
 from mgpu.backends._torch.boundary import devices_of
 from mgpu.backends._torch.graph import read, total
 from mgpu.backends._torch.ops import name_of_dtype
-from mgpu.backends._torch.weak import WeakTable
 
 
 @dataclass(slots=True)
@@ -56,13 +55,16 @@ class Gradients:
     run: Any        # of the backend: thunks, one for each device
 
     def __init__(self) -> None:
-        self._states = WeakTable()
+        #: by the id of a tensor that lives. A `WeakTensorKeyDictionary` does
+        #: the same in ten times the time.
+        self._states: dict[int, _State] = {}
 
     def _state(self, x: torch.Tensor) -> _State:
-        found = self._states.get(id(x))
+        key = id(x)
+        found = self._states.get(key)
         if found is None:
-            found = _State(weakref.ref(x))
-            self._states.put(id(x), torch._C._WeakTensorRef(x), found)
+            found = self._states[key] = _State(weakref.ref(
+                x, lambda _: self._states.pop(key, None)))
         if found.hook is None and x.requires_grad and x.is_leaf:
             found.hook = x.register_post_accumulate_grad_hook(found.written)
         return found
@@ -114,7 +116,7 @@ class Gradients:
         totals = [total(loss) for loss in losses]
         leaves, hides, apart = read(losses)
         if hides:
-            leaves = [x for state in self._states.values()
+            leaves = [x for state in list(self._states.values())
                       if (x := state.tensor()) is not None]
         # Networks of the user's own, one for each device: on GPUs autograd
         # itself runs them at the same time.

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from torch import overrides
+from torch.overrides import _get_current_function_mode_stack as _functions
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack as _operations)
 
 from mgpu.backends import base
 from mgpu.backends._torch import strict
@@ -21,28 +24,11 @@ def saving() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def _functions() -> list[Any]:
-    return overrides._get_current_function_mode_stack() \
-        if torch._C._len_torch_function_stack() else []
-
-
-def _operations() -> list[Any]:
-    return [mode for mode in dispatch._get_current_dispatch_mode_stack()
-            if not isinstance(mode, (strict.Mode, Draws))] \
-        if torch._C._len_torch_dispatch_stack() else []
-
-
-def _draws() -> list[Any]:
-    return [mode for mode in dispatch._get_current_dispatch_mode_stack()
-            if isinstance(mode, Draws)] \
-        if torch._C._len_torch_dispatch_stack() else []
-
-
 def watching() -> str | None:
     """The name of what sees this thread's operations by code of the user's,
     which may count them: devices must not call it at the same time."""
-    modes = [mode for mode in _functions()
-             if not isinstance(mode, DeviceContext)] + _operations()
+    modes = [mode for mode in (*_functions(), *_operations())
+             if not isinstance(mode, (DeviceContext, strict.Mode, Draws))]
     if modes:
         return type(modes[0]).__name__
     hooks = saving()
@@ -52,26 +38,24 @@ def watching() -> str | None:
         for hook in hooks) else "saved_tensors_hooks"
 
 
-def carried(others: bool) -> Callable[[], base.ContextManager]:
-    """What `watching` tells, and the default device, for another thread;
-    without `others`: that device alone. What looks for draws goes along."""
+def carried() -> Callable[[], base.ContextManager]:
+    """For another thread: the default device, what looks for draws or for
+    other devices' arrays, and torch's own hooks on what is saved."""
     # Pushed, not entered: what a mode does when its block begins and ends is
     # done, and counts for one thread.
-    functions = _functions()
-    if not others:
-        functions = [x for x in functions if isinstance(x, DeviceContext)]
-    operations = [*strict.carried(), *(_operations() if others else ()),
-                  *_draws()]
-    hooks = saving() if others else None
-    if not (functions or operations or hooks):
+    functions = [x for x in _functions() if isinstance(x, DeviceContext)]
+    operations = [*strict.carried(), *(
+        mode for mode in _operations() if isinstance(mode, Draws))]
+    saved = None if watching() else saving()
+    if not (functions or operations or saved):
         return contextlib.nullcontext
 
     @contextlib.contextmanager
     def modes() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if hooks is not None:
+            if saved is not None:
                 stack.enter_context(
-                    torch.autograd.graph.saved_tensors_hooks(*hooks))
+                    torch.autograd.graph.saved_tensors_hooks(*saved))
             for mode in operations:
                 dispatch._push_mode(mode)
                 stack.callback(dispatch._pop_mode,

@@ -35,14 +35,21 @@ def end_threads() -> None:
     _pause()()
 
 
+def begin_thread(count: int) -> None:
+    """The calling thread, which is new, computes on `count` cores."""
+    # Asked once, or its first operation sets what other threads set last.
+    torch.get_num_threads()
+    torch.set_num_threads(count)
+
+
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
     """Inside the block, this thread computes on `count` cores. The thread may
     be the user's own."""
     before = torch.get_num_threads()
-    if before != count:
-        torch.set_num_threads(count)
     try:
+        if before != count:
+            torch.set_num_threads(count)
         yield
     finally:
         if before != count:

@@ -3,10 +3,12 @@ share."""
 import contextlib
 import random
 import threading
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,10 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu.backends._torch.arithmetic import TAKING
-from mgpu.backends._torch.openmp import threads
+
+#: passes at the same time of which the shortest counts: others may have had
+#: to wait for a core
+PASSES = 8
 
 # Held while a thread draws from torch's default stream.
 _everyone = threading.RLock()
@@ -229,7 +234,8 @@ class Turns:
     Parameters
     ----------
     run : callable
-        Calls thunks, number i for device i, and waits for all of them.
+        Calls thunks, number i for device i, and waits for all of them; with
+        ``here=True`` one after the other in the calling thread.
     turn : callable
         ``turn(i)``: a block for device `i` while no other device runs; gives
         a function that tells afterwards whether it has drawn.
@@ -242,20 +248,26 @@ class Turns:
         self._draws: dict[Any, bool] = {}
         self._compiled = False      # the network of the last pass
         self._by_chance = False     # which device drew what, in the last pass
+        self._last: Any = None      # its kind and size
+        #: by these: how long each thunk of the last pass took, and how long
+        #: the last passes at the same time did
+        self._seconds: Callable[..., tuple[list[float], deque[float]]] = \
+            lru_cache(16)(lambda *_: ([], deque(maxlen=PASSES)))
 
-    def forward(self, kind: Any, compiled: bool,
+    def forward(self, kind: Any, size: int, compiled: bool,
                 together: Callable[..., list[Any]] | None,
                 thunks: dict[int, Callable[[], Any]]) -> list[Any]:
-        """The results of thunks, by device. `together` runs those that wait
-        for each other."""
+        """The results of thunks, by device, for `size` examples. `together`
+        runs those that wait for each other."""
         self._by_chance, self._compiled = False, compiled
+        self._last = kind, size
         if self._draws.get(kind) is not False:
             if len(self._draws) > 16:
                 self._draws.clear()
             return self._in_turn(kind, list(thunks), list(thunks.values()),
                                  together)[0]
         before, queue = watch.found, Queue()
-        results = (together or self._run)([
+        results = (together or partial(self._faster, False))([
             partial(queue.call, i, thunk) for i, thunk in thunks.items()])
         self._by_chance = watch.found != before
         if self._by_chance or queue.used:
@@ -277,8 +289,30 @@ class Turns:
             return results
         # Checkpoints set the default stream, and put it back: in K threads.
         state = torch.get_rng_state()
-        results = self._run(thunks)
+        results = self._faster(True, thunks)
         torch.set_rng_state(state)
+        return results
+
+    def _faster(self, backward: bool, thunks: Sequence[Callable[[], Any]]
+                ) -> list[Any]:
+        """The results of thunks that run at the same time, or one after the
+        other in the calling thread where the same pass takes less time so:
+        small layers take less than it takes to wake threads."""
+        if len(thunks) < 2:
+            return self._run(thunks)
+        each, together = self._seconds(self._last, backward)
+        here = len(together) == PASSES and sum(each) < min(together)
+        each.clear()
+
+        def timed(thunk: Callable[[], Any]) -> Any:
+            begin = time.perf_counter()
+            result = thunk()
+            each.append(time.perf_counter() - begin)
+            return result
+        begin = time.perf_counter()
+        results = self._run([partial(timed, x) for x in thunks], here=here)
+        if not here:
+            together.append(time.perf_counter() - begin)
         return results
 
     def _in_turn(self, kind: Any, devices: Sequence[int],
@@ -305,14 +339,10 @@ class Turns:
             if together is not None:
                 results = together(thunks, lambda n: turn(devices[n]))
             else:
-                results = []
-                # As many as in passes at the same time: the same sums, to
-                # the bit.
-                with threads(self._run([torch.get_num_threads]
-                                       * len(thunks))[0]):
-                    for i, thunk in zip(devices, thunks, strict=True):
-                        with turn(i):
-                            results.append(thunk())
+                results = self._run([
+                    turn(i)(thunk)
+                    for i, thunk in zip(devices, thunks, strict=True)],
+                    here=True)
         finally:
             parametrize._cache = {}
         found = any(drawn) or any(caches.values())
