@@ -2,7 +2,7 @@
 PyTorch, that give the same numbers.
 
 ``mgpu.set_backend("mxnet")`` or ``mgpu.set_backend("torch")``, and the same
-script splits batches, all-reduces gradients, initialises a network on a list
+script splits batches, all-reduces gradients, initializes a network on a list
 of devices, steps a trainer and evaluates on all devices. Importing `mgpu`
 imports neither framework, and no module of mgpu until one of its names is
 used (PEP 562).

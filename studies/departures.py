@@ -96,7 +96,7 @@ def torch_biases(values: dict[str, np.ndarray], seed: int
                  ) -> dict[str, np.ndarray]:
     """Biases as ``torch.nn.Conv2d`` and ``Linear`` draw them,
     U(-1/sqrt(fan_in), 1/sqrt(fan_in)), for the weights in `values`. The
-    book's initialiser leaves them so."""
+    book's initializer leaves them so."""
     rng, biases = np.random.default_rng([seed, 1]), {}
     for name, value in values.items():
         path, _, own = name.rpartition(".")
@@ -201,7 +201,7 @@ def judge(replicas: mgpu.Replicas, unbiased: UnbiasedVariance, how: str,
 # -- training ---------------------------------------------------------------
 
 def make(k: int, seed: int, dtype: str) -> mgpu.Replicas:
-    """ResNet-18 as Gluon's version initialises it."""
+    """ResNet-18 as Gluon's version initializes it."""
     return mgpu.initialize(mgpu.models.resnet18(), mgpu.list_devices(k),
                            init=mgpu.initializers.Normal(SIGMA), seed=seed,
                            dtype=dtype)

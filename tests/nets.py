@@ -171,7 +171,7 @@ def torch_layer(function):
 
 
 def functional_norm(columns):
-    """A torch module that normalises by ``F.batch_norm`` of its own."""
+    """A torch module that normalizes by ``F.batch_norm`` of its own."""
     import torch
     from torch import nn
 
@@ -314,7 +314,7 @@ def perceptron():
                  seed=0)().double()
 
 
-def normalised():
+def normalized():
     return torch(lambda nn: [nn.Linear(6, 4), nn.BatchNorm1d(4),
                              nn.Linear(4, 4)], seed=0)().double()
 

@@ -1,4 +1,4 @@
-"""The three meanings of batch normalisation on several devices.
+"""The three meanings of batch normalization on several devices.
 
 Float64 throughout, so that two ways to compute the same sum agree to about
 1e-15 and a limit of 1e-12 leaves no room for another formula: a momentum of
@@ -119,7 +119,7 @@ def moved(shard, steps=1):
     return mean, var
 
 
-def normalised(X, axes=(0, 2, 3)):
+def normalized(X, axes=(0, 2, 3)):
     """By the mean and the biased variance of all rows."""
     return (X - X.mean(axes, keepdims=True)) / np.sqrt(
         X.var(axes, keepdims=True) + 1e-5)
@@ -134,7 +134,7 @@ def shards_of(X, k):
 @ALL
 @pytest.mark.parametrize("rows", [7, 2])
 def test_per_device_keeps_a_set_per_device(engine, devices, rows):
-    """Each device normalises by its own rows and remembers them, biased as
+    """Each device normalizes by its own rows and remembers them, biased as
     Gluon on a CPU does; at the end of a step a device without rows has all
     buffers of the first one that ran."""
     replicas = mgpu.initialize(batch_norm(engine), devices,
@@ -154,7 +154,7 @@ def test_per_device_keeps_a_set_per_device(engine, devices, rows):
                 assert outputs[i] is None
             else:
                 assert relative_difference(outputs[i],
-                                           normalised(shard)) < 1e-12
+                                           normalized(shard)) < 1e-12
             for name, value in (("0.running_mean", mean),
                                 ("0.running_var", var)):
                 assert relative_difference(found[name][i], value) < 1e-12
@@ -224,11 +224,11 @@ def test_frozen_gamma_and_beta(engine, devices):
     shards = mgpu.split_and_load(X, devices, even_split=False)
     with mgpu.record():
         outputs = np.concatenate(list(map(mgpu.to_numpy, replicas(shards))))
-    assert relative_difference(outputs, normalised(X)) < 1e-12
+    assert relative_difference(outputs, normalized(X)) < 1e-12
 
 
 @pytest.mark.parametrize("policy", ["per_device", "average", "sync"])
-def test_a_single_value_is_normalised_to_beta(engine, devices, policy):
+def test_a_single_value_is_normalized_to_beta(engine, devices, policy):
     """Exactly, whatever the value: rounding errors of any sign in the place
     of 0 would pass a ReLU at random."""
     replicas = initialize(batch_norm(engine), devices, policy)
@@ -387,7 +387,7 @@ def test_sync_of_tables_and_of_the_last_axis(engine):
                      if i != options.get("axis", 1) % X.ndim)
         replicas = initialize(kind(**sizes, **options), on(3), "sync")
         found = np.concatenate(pass_through(replicas, X))
-        assert relative_difference(found, normalised(X, axes)) < 1e-12
+        assert relative_difference(found, normalized(X, axes)) < 1e-12
         for value in statistics(replicas)["running_var"]:
             assert relative_difference(
                 value, KEEP + (1 - KEEP) * X.var(axes)) < 1e-12
@@ -614,7 +614,7 @@ def test_the_network_may_end_the_training_mode_of_a_layer(
 
 @pytest.mark.parametrize("name", MXNET)
 def test_sync_refuses_a_layer_that_trains_in_a_prediction(name, devices):
-    """It would be normalised by the rows of each device."""
+    """It would be normalized by the rows of each device."""
     with using_engine(name) as engine:
         from mxnet import autograd
 
@@ -725,7 +725,7 @@ def test_a_layer_with_a_forward_pass_of_its_own(engine, devices):
     X = images(4)
     for shard, output in zip(shards_of(X, len(devices)),
                              pass_through(replicas, X)):
-        assert relative_difference(output, 2 * normalised(shard)) < 1e-12
+        assert relative_difference(output, 2 * normalized(shard)) < 1e-12
     replicas = initialize(doubling(engine), devices, "sync")
     with pytest.raises(ValueError, match=r"of their own in \['0'\]"):
         pass_through(replicas, X)
@@ -752,7 +752,7 @@ def test_sync_refuses_what_it_cannot_join(kind):
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_layers_without_running_statistics_are_synchronised_too(name):
+def test_layers_without_running_statistics_are_synchronized_too(name):
     with using_engine(name) as engine:
         X = images(7)
         found = []
@@ -784,7 +784,7 @@ def test_torchs_flag_of_tracking_decides_in_each_pass(name, policy, k):
         found = np.concatenate(pass_through(replicas, X))
         np.testing.assert_array_equal(kept(replicas), before)
         assert relative_difference(
-            found, normalised(X) * scale + shift) < 1e-6
+            found, normalized(X) * scale + shift) < 1e-6
         net[0].track_running_stats = True
         pass_through(replicas, X)
         assert (kept(replicas) != before).all()

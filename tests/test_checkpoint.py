@@ -53,7 +53,7 @@ def noisy(X):
                 + random.gauss(0, 0.1)).astype(X.dtype)
 
 
-#: by the number of devices: optimiser, options, arguments of the trainer
+#: by the number of devices: optimizer, options, arguments of the trainer
 TRAINERS = [
     ("sgd", {"momentum": 0.9}, {"lr_scheduler": lr_scheduler.FactorScheduler(
         2, 0.5, base_lr=0.25)}),

@@ -127,7 +127,7 @@ def test_integer_networks_have_the_exact_count(engine, devices):
 # -- forms of `net` -----------------------------------------------------------
 
 def native(engine, devices):
-    """A network of the framework, initialised by its own means."""
+    """A network of the framework, initialized by its own means."""
     weight = integers()[2]
     net = mlp(engine, units=(6, 4))
     if engine.name == "mxnet":
@@ -141,7 +141,7 @@ def native(engine, devices):
 
 
 def test_forms_of_net(engine, devices):
-    """A Gluon Block runs on the contexts that it was initialised on; of a
+    """A Gluon Block runs on the contexts that it was initialized on; of a
     torch module every device that is named gets a copy."""
     net, replicas = native(engine, devices), linear(engine, devices)
     for form, options in (

@@ -1,4 +1,4 @@
-"""torch's optimiser and schedule objects, and names of its optimisers, on a
+"""torch's optimizer and schedule objects, and names of its optimizers, on a
 `Trainer`: the numbers of torch's own loop in float64."""
 import copy
 import warnings
@@ -363,7 +363,7 @@ def test_a_step_after_a_pass_of_the_users_own_is_right(
 @pytest.mark.parametrize("request_", ["write", "add"])
 def test_without_a_backward_pass_there_is_no_gradient(
         on_torch, devices, request_):
-    """Not zeros, by which torch's optimisers would move on."""
+    """Not zeros, by which torch's optimizers would move on."""
     net = network()
     replicas = mgpu.initialize(net, devices)
     for p in replicas.params():

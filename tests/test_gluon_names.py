@@ -233,7 +233,7 @@ SCHEDULES = {
 @BOTH
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_rates_of_a_schedule_in_optimizer_params(kind):
-    """All optimisers: the real Trainer's rates, from MXNet's schedules and
+    """All optimizers: the real Trainer's rates, from MXNet's schedules and
     from mgpu's, whoever says the base rate."""
     mx = mgpu.mxnet_compat()
     name, options = SCHEDULES[kind]
@@ -603,10 +603,10 @@ def test_names_of_a_block_say_what_mgpu_calls(backend):
         assert f"no attribute {name!r}. Use {use}" in str(caught.value)
 
 
-# -- initialisers -------------------------------------------------------------
+# -- initializers -------------------------------------------------------------
 
 @BOTH
-def test_an_initialiser_of_the_users_draws_alike_on_both_engines():
+def test_an_initializer_of_the_users_draws_alike_on_both_engines():
     mx = mgpu.mxnet_compat()
     names = []
 
@@ -638,7 +638,7 @@ def test_an_initialiser_of_the_users_draws_alike_on_both_engines():
 
 
 @BOTH
-def test_an_initialiser_that_remembers_is_refused(backend):
+def test_an_initializer_that_remembers_is_refused(backend):
     """Its values would depend on what it was called for before."""
     mx = mgpu.mxnet_compat()
 
@@ -661,7 +661,7 @@ def test_an_initialiser_that_remembers_is_refused(backend):
 
 
 @BOTH
-def test_values_of_an_initialiser_of_the_users_are_gluons(backend):
+def test_values_of_an_initializer_of_the_users_are_gluons(backend):
     """What depends on the name and the shape only, in float64."""
     mx = mgpu.mxnet_compat()
 
@@ -699,7 +699,7 @@ def test_mixed_goes_by_the_names_of_weights(backend):
 
 
 @BOTH
-def test_initialisers_that_mean_nothing_here(backend):
+def test_initializers_that_mean_nothing_here(backend):
     mx = mgpu.mxnet_compat()
     for wrong, text in (
             (mx.init.Load({}), "mx.init.Load either.*Replicas.load_param"),
@@ -707,7 +707,7 @@ def test_initialisers_that_mean_nothing_here(backend):
              "received 'dense0.*', which matches none of .*'0.weight'"),
             (mx.init.Mixed(["0"], [mx.init.One()]), "received '2.weight' "
              "and .'0'.. Add"),
-            (mx.init.FusedRNN(None, 2, 1, "lstm"), "unknown initialiser; "
+            (mx.init.FusedRNN(None, 2, 1, "lstm"), "unknown initializer; "
              "received 'fusedrnn'")):
         with pytest.raises(ValueError, match=text):
             mgpu.initialize(mlp(backend), on(0), wrong)

@@ -353,7 +353,7 @@ def test_other_parameters_are_refused_until_the_network_is_made_anew(
 @TORCH
 def test_no_two_parameters_have_one_name(backend, devices):
     """Where a norm has a gamma, a beta or a buffer of these names beside its
-    own weight and bias: one state of the optimiser for each, and all values
+    own weight and bias: one state of the optimizer for each, and all values
     go to a file and back. Only torch's own are drawn anew."""
     import torch
     from torch import nn

@@ -47,7 +47,7 @@ def test_dtype_casts_parameters_and_statistics(engine, devices):
 
 
 @pytest.mark.parametrize("name", MXNET)
-def test_a_layers_own_gluon_initialiser_wins(name, devices):
+def test_a_layers_own_gluon_initializer_wins(name, devices):
     own = [("0.weight", ("xavier", {"magnitude": 2})),
            ("0.bias", ("constant", {"value": 0.5})),
            ("1.alpha", ("constant", {"value": 0.25}))]
@@ -69,7 +69,7 @@ def test_a_layers_own_gluon_initialiser_wins(name, devices):
 
 @on_mxnet
 @pytest.mark.parametrize("how", ["object", "name"])
-def test_a_layers_own_initialiser_of_a_class_of_the_users(engine, devices,
+def test_a_layers_own_initializer_of_a_class_of_the_users(engine, devices,
                                                           how):
     """As Gluon calls it: an object, or the name of a registered class."""
     import mxnet as mx
@@ -91,7 +91,7 @@ def test_a_layers_own_initialiser_of_a_class_of_the_users(engine, devices,
 
 
 @on_mxnet
-def test_a_layers_own_initialiser_that_nobody_knows(engine):
+def test_a_layers_own_initializer_that_nobody_knows(engine):
     """Is refused, before a change."""
     import mxnet as mx
     net = mx.gluon.nn.Dense(3, in_units=6)
@@ -99,7 +99,7 @@ def test_a_layers_own_initialiser_that_nobody_knows(engine):
     net.weight.init = "ramps"
     before = native_values(engine, net)
     with pytest.raises(ValueError, match=(
-            "parameter 'weight': unknown initialiser; received 'ramps'")):
+            "parameter 'weight': unknown initializer; received 'ramps'")):
         mgpu.initialize(net, on(0, 1), "uniform")
     assert_all_equal(native_values(engine, net), before)
 
@@ -330,7 +330,7 @@ def test_values_that_are_there_stay(engine, devices):
         assert repr(replicas).endswith("; 10 parameters kept, 0 drawn)")
 
 
-def test_an_initialiser_draws_everything(engine):
+def test_an_initializer_draws_everything(engine):
     wanted = on_each(mgpu.initialize(convnet(engine), on(0), "uniform"))
     replicas = mgpu.initialize(with_values(engine, convnet(engine)), on(0),
                                "uniform")
@@ -561,7 +561,7 @@ def test_wrong_arguments_are_refused_before_a_change(backend):
             mgpu.initialize(**{"net": net, "devices": on(0, 1), **wrong})
         assert text in str(caught.value)
         assert_all_equal(native_values(backend, net), before)
-    mgpu.initialize(net, on(0, 1), "uniform")      # it was not initialised
+    mgpu.initialize(net, on(0, 1), "uniform")      # it was not initialized
 
 
 @pytest.mark.parametrize("name", BACKENDS)

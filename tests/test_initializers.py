@@ -1,4 +1,4 @@
-"""Initialisers: Gluon's formulas and rules, drawn from NumPy."""
+"""Initializers: Gluon's formulas and rules, drawn from NumPy."""
 import inspect
 import json
 
@@ -80,7 +80,7 @@ def test_create():
     assert create('["normal", {"sigma": 0.5}]') == Normal(0.5)
 
 
-def test_an_initialiser_of_ones_own():
+def test_an_initializer_of_ones_own():
     class Eye(Initializer):
         def sample(self, shape, rng):
             return np.eye(*shape, dtype=np.float32)
@@ -102,7 +102,7 @@ def draw(kind="weight", shape=(20, 30), dtype="float64", init=None, seed=3,
                           own=own)
 
 
-def test_the_layers_own_initialiser_wins():
+def test_the_layers_own_initializer_wins():
     own = ("constant", {"value": 2})
     for kind in ("weight", "bias", "gamma", "beta", "running_mean",
                  "running_var"):
@@ -113,7 +113,7 @@ def test_the_layers_own_initialiser_wins():
 
 
 class TestAgainstGluon:
-    """Compared with Gluon's initialisers and with its networks."""
+    """Compared with Gluon's initializers and with its networks."""
 
     __test__ = "mxnet" in BACKENDS      # else there is nothing to compare to
 
@@ -159,7 +159,7 @@ class TestAgainstGluon:
 
     @staticmethod
     def own(parameter):
-        """A parameter's initialiser as (name, options), or None."""
+        """A parameter's initializer as (name, options), or None."""
         init = parameter.init
         if init is None:
             return None
@@ -209,7 +209,7 @@ class TestAgainstGluon:
                 assert 1 / 3 < ours.std() / theirs.std() < 3, name
         assert random == (1 if init == Constant(0.3) else 8)
 
-    def test_a_bias_without_initialiser(self, mx):
+    def test_a_bias_without_initializer(self, mx):
         """Gluon draws it as a weight, and it is to be described as one."""
         layer = mx.gluon.nn.Dense(3, in_units=2, bias_initializer=None)
         layer.initialize(mx.init.Constant(0.5))

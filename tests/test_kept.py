@@ -742,7 +742,7 @@ def _hooked(leaf):
     ("dict", "step", _zeroed, [8, 2, 8, 1, 3], "sync")], ids=name_of)
 def test_a_leaf_in_an_attribute_gets_the_gradient_of_all_rows(
         engine, devices, kind, change, how, rows, batch_norm):
-    """As with an optimiser of its own: architecture weights, temperatures,
+    """As with an optimizer of its own: architecture weights, temperatures,
     prompts. Also where some devices have no rows."""
     import torch
     gradients = []

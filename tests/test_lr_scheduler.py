@@ -62,7 +62,7 @@ class TestAgainstGluon:
             yield mxnet
 
     def test_every_value(self, mx):
-        """Also with the base rate that an optimiser sets."""
+        """Also with the base rate that an optimizer sets."""
         for (name, options), rate in itertools.product(GRID, (None, 0.77)):
             ours = make(name, options)
             theirs = getattr(mx.lr_scheduler, name)(**options)

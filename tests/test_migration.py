@@ -66,7 +66,7 @@ def test_the_converted_network_trains_the_same(printed):
 
 def test_training_goes_on_from_the_weights(printed):
     """A start from random weights would have 2.3. With the state of the
-    optimiser the rate has been halved already."""
+    optimizer the rate has been halved already."""
     for name in ("switched", "resumed"):
         assert losses(printed[name])[0] < losses(printed["legacy"])[0] / 2
     assert "running statistics" in printed["resumed"]

@@ -4,7 +4,7 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
-from nets import (normalised, perceptron, plain_or_replicated,
+from nets import (normalized, perceptron, plain_or_replicated,
                   trains_as_plain)
 
 pytestmark = pytest.mark.parametrize("backend", [
@@ -13,12 +13,12 @@ pytestmark = pytest.mark.parametrize("backend", [
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_layer_in_eval_mode_is_frozen(backend, devices, when):
-    """Under a network in training mode; it normalises by its statistics,
+    """Under a network in training mode; it normalizes by its statistics,
     which stay. Evaluation leaves the modes as they are."""
     made = []
 
     def make():
-        made.append(normalised())
+        made.append(normalized())
         made[-1][1].running_mean += 0.5
         if when == "before":
             made[-1][1].eval()
@@ -34,7 +34,7 @@ def test_a_network_in_eval_mode_predicts_while_others_train(
         backend, devices, batch_norm):
     """A teacher next to its student; gradients of its predictions."""
     import torch
-    net, x = normalised().eval(), np.random.default_rng(0).normal(size=(7, 6))
+    net, x = normalized().eval(), np.random.default_rng(0).normal(size=(7, 6))
     net[1].running_mean += 0.5
     expected = net(torch.from_numpy(x)).detach().numpy()
     replicas = mgpu.initialize(net, devices, batch_norm=batch_norm)
@@ -60,7 +60,7 @@ def test_a_network_in_eval_mode_predicts_while_others_train(
 
 
 def test_a_network_in_eval_mode_is_not_trained(backend, devices):
-    net = normalised().eval()
+    net = normalized().eval()
     before = [x.clone() for x in net.state_dict().values()]
     with pytest.raises(ValueError) as caught:
         plain_or_replicated(net, devices)
@@ -71,7 +71,7 @@ def test_a_network_in_eval_mode_is_not_trained(backend, devices):
         "torch.no_grad() for predictions without them.")
     assert all((x == y).all()
                for x, y in zip(net.state_dict().values(), before))
-    net = normalised().eval()
+    net = normalized().eval()
     net[2].train()
     with pytest.raises(ValueError, match=r"received one whose '2' is"):
         plain_or_replicated(net, devices)
@@ -176,7 +176,7 @@ def test_the_users_own_train_is_called_where_the_mode_changes(
             return self
 
     def made():
-        return Frozen(*normalised()).double()
+        return Frozen(*normalized()).double()
     plain = plain_or_replicated(made().train())
     net = made().train() if told else made()
     calls = net.calls

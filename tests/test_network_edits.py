@@ -264,7 +264,7 @@ def test_a_buffer_that_all_devices_update_alike(engine, devices):
 @pytest.mark.parametrize("door", ["initialize", "DataParallel"])
 def test_a_buffer_that_depends_on_the_examples_is_refused(
         engine, devices, door):
-    """A codebook, a normaliser of observations: one device's examples would
+    """A codebook, a normalizer of observations: one device's examples would
     update it."""
     net = with_buffer(engine, lambda seen, x: seen + x.sum(0))
     replicas = mgpu.initialize(net, devices, "xavier")

@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 def _cases():
-    """Every optimiser with its defaults, and with dyadic options (which
+    """Every optimizer with its defaults, and with dyadic options (which
     float32 holds exactly, so that MXNet's float32 scalars are no excuse),
     alone and with decay and clipping."""
     gluon = {
@@ -144,7 +144,7 @@ def rates(lr):
 # -- the real gluon.Trainer ----------------------------------------
 
 def _kernel_adamw(mx):
-    """Gluon 1.9.1 has `adamw_update` and no optimiser that calls it: this
+    """Gluon 1.9.1 has `adamw_update` and no optimizer that calls it: this
     one does, with eta the rate and lr the bias correction."""
     class AdamW(mx.optimizer.Optimizer):
         def __init__(self, learning_rate=0.001, beta1=0.9, beta2=0.999,
@@ -360,12 +360,12 @@ def test_adamax_without_any_gradient(backend, semantics, finite):
 
 
 WRONG = [
-    (ValueError, "unknown optimiser; received 'lion'. Use one of sgd, nag, "
+    (ValueError, "unknown optimizer; received 'lion'. Use one of sgd, nag, "
      "adam, adamw, adamax, nadam, rmsprop, adagrad, adadelta, ftrl, signum",
      "lion", "gluon", {}),
     (ValueError, "unknown semantics; received 'keras'. Use one of 'gluon'",
      "sgd", "keras", {}),
-    (ValueError, "unknown optimiser; received 'ftrl'. .*semantics='gluon'",
+    (ValueError, "unknown optimizer; received 'ftrl'. .*semantics='gluon'",
      "ftrl", "torch", {}),
     (ValueError, "'sgd' has no option 'beta1' with semantics='gluon'. Use "
      "learning_rate, wd, clip_gradient, momentum", "sgd", "gluon",

@@ -458,7 +458,7 @@ def test_wrong_options_change_nothing(backend):
             ({"autocast": "float64"}, "unknown autocast; received 'float64'. "
              "Use one of None, 'bfloat16', 'float16'."),
             ({"hybridize": True, "batch_norm": "sync"},
-             "synchronised batch normalisation needs the layers of the "
+             "synchronized batch normalization needs the layers of the "
              "network one by one; received batch_norm='sync' with hybridize. "
              "Use one of them."),
             ({"autocast": "bfloat16", "dtype": "float64"},

@@ -288,7 +288,7 @@ def cores(monkeypatch):
      "backward for 50% of a step of 10.0 ms on 1 device, batch 8. Even so 2 "
      "devices would gain less than 5%."),
     ((2, 1, 4, 0, 3, 0), "No part takes half of a step: the host waits for "
-     "forward and backward for 40%, the optimiser's update takes 30% of a "
+     "forward and backward for 40%, the optimizer's update takes 30% of a "
      "step of 10.0 ms on 1 device, batch 8.")])
 def test_verdict(cores, parts, text):
     cores(8)

@@ -192,7 +192,7 @@ def test_outside_of_record_a_replica_predicts(engine, devices):
         for a, b in zip(host(outs), predicted):
             assert_bit_equal(a, b)
     assert_all_equal(on_each(replicas), before)
-    # Training normalises by the batch instead.
+    # Training normalizes by the batch instead.
     assert (host(outputs(mgpu.record))[0] != predicted[0]).any()
     mgpu.backward(outputs(not_training))    # a prediction with a graph
 

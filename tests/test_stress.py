@@ -73,7 +73,7 @@ def run(name, code):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_many_trainings_leave_nothing(name):
     """On 1 to 8 devices, with rows for some of them only, and every fourth
-    time with thunks that wait for each other (synchronised batch norm)."""
+    time with thunks that wait for each other (synchronized batch norm)."""
     run(name, """
     order, most, dropped = random.Random(0), 0, []
     pictures = rng.random((5, 2, 6, 6)), rng.integers(0, 3, 5)

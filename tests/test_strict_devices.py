@@ -155,7 +155,7 @@ def test_torch_host_numbers_and_indices_go_with_any_device():
 
 
 def test_torch_lists_of_many_devices_go_row_by_row():
-    """What torch's own optimisers do with the parameters of all devices."""
+    """What torch's own optimizers do with the parameters of all devices."""
     with mgpu.using_backend("torch"), mgpu.strict_devices():
         import torch
         arrays = two()

@@ -1,4 +1,4 @@
-"""PyTorch's names on `Replicas`, and its initialisers, on both engines."""
+"""PyTorch's names on `Replicas`, and its initializers, on both engines."""
 import functools
 import warnings
 
@@ -323,14 +323,14 @@ def test_both_engines_draw_the_same_from_a_function_of_torch():
 
 def test_what_init_does_not_take_is_refused():
     for function, words in (
-            (lambda w: None, "expected an initialiser"),
+            (lambda w: None, "expected an initializer"),
             (init.constant_, "'val'"), (init.xavier_normal, "end in '_'"),
             (init.calculate_gain, "end in '_'"),
             (Partial(init.normal_, 0.3), "options by name"),
             (Partial(init.normal_, sigma=0.3), "the options of"),
             (Partial(init.normal_, generator=torch.Generator()), "seed="),
             (init.dirac_, "cannot draw the shape"),
-            (nn.init, "expected an initialiser")):
+            (nn.init, "expected an initializer")):
         with mgpu.using_backend("torch"):
             net = nn.Linear(3, 2)
             before = net.weight.detach().clone()

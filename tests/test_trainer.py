@@ -284,9 +284,9 @@ def test_a_wrong_batch_size_is_refused(backend):
 
 
 WRONG = [
-    (("rprop",), ValueError, "unknown optimiser; received 'rprop'. Use one "
+    (("rprop",), ValueError, "unknown optimizer; received 'rprop'. Use one "
      "of sgd, nag, adam"),
-    (("sgd", {"lr": 0.1}), ValueError, "the optimiser 'sgd' has no option "
+    (("sgd", {"lr": 0.1}), ValueError, "the optimizer 'sgd' has no option "
      "'lr' with semantics='gluon'. Use"),
     (("sgd", 0.1), TypeError, "optimizer_params must be a dict with names as "
      "keys; received float"),
@@ -312,7 +312,7 @@ WRONG = [
     (("sgd", None, "gluon", None, None, None, None, "nccl"), ValueError,
      "unknown allreduce; received 'nccl'"),
     ((mgpu.optimizers.SGD(), {"momentum": 0.5}), ValueError,
-     "optimizer_params go with an optimiser's name; received ['momentum'] "
+     "optimizer_params go with an optimizer's name; received ['momentum'] "
      "with an Optimizer object."),
 ]
 

@@ -263,7 +263,7 @@ def test_labels_without_inputs_are_refused(backend):
 
 
 def test_a_loss_is_called_once_a_step(backend, devices):
-    """Whatever it counts, draws or returns: one number is minimised as it
+    """Whatever it counts, draws or returns: one number is minimized as it
     stands, and may depend on all rows together."""
     class Annealed(mgpu.losses.Loss):
         steps = 0
@@ -294,7 +294,7 @@ def test_a_loss_is_called_once_a_step(backend, devices):
                     assert mgpu.to_numpy(first).size == 1
                     assert others == [None] * (len(replicas) - 1)
         found.append(values(check_as_on_one_device(backend, devices, go)[0]))
-    assert_close(*found[-2:])       # the mean of all is what is minimised
+    assert_close(*found[-2:])       # the mean of all is what is minimized
 
 
 def test_a_wrong_trainer_is_refused(backend):

@@ -74,7 +74,7 @@ class Spec(NamedTuple):
     shape: tuple[int, ...] | None       # None: not known before a forward
     dtype: str
     grad_req: str           # write, add, null
-    #: the layer's own initialiser, by name or as an object, and its options
+    #: the layer's own initializer, by name or as an object, and its options
     init: tuple[Any, dict[str, Any]] | None = None
     lr_mult: float = 1.0
     wd_mult: float = 1.0
@@ -106,9 +106,9 @@ class BatchNormCall(NamedTuple):
     layer: str                  # its path in the network
 
 
-#: ``normalise(call, index)`` computes the output of a batch-norm layer in
+#: ``normalize(call, index)`` computes the output of a batch-norm layer in
 #: training for the replica `index`, and updates the running statistics.
-Normalise = Callable[[BatchNormCall, int], Array]
+Normalize = Callable[[BatchNormCall, int], Array]
 
 
 #: ``run(thunks)``: the results of thunks, one for each device that runs
@@ -343,7 +343,7 @@ class OptimizerObject(Protocol):
 
 
 class GivenInitializer(Protocol):
-    """An initialiser of a framework's own, of a class that mgpu does not
+    """An initializer of a framework's own, of a class that mgpu does not
     know."""
 
     #: what it is, in words
@@ -362,12 +362,12 @@ class Given(Protocol):
 
     def optimizer(self, x: Any, network: "Network"
                   ) -> OptimizerObject | None:
-        """An optimiser, for a trainer of `network`."""
+        """An optimizer, for a trainer of `network`."""
 
     def initializer(self, x: Any) -> GivenInitializer | list[
             tuple[re.Pattern[str], Any]] | None:
         """What draws weights: the `init` of `mgpu.initialize`; where names
-        decide, those initialisers with the patterns of the names."""
+        decide, those initializers with the patterns of the names."""
 
 
 class Network(Probe, Protocol):
@@ -628,10 +628,10 @@ class Network(Probe, Protocol):
         """All names of each `Spec` that several layers share."""
 
 
-    def use_batch_norm(self, normalise: Normalise, run: Runner
+    def use_batch_norm(self, normalize: Normalize, run: Runner
                        ) -> ContextManager:
         """Inside the block, `Network.run` in training computes every
-        batch-norm layer by `normalise`, and calls the devices' passes by
+        batch-norm layer by `normalize`, and calls the devices' passes by
         `run`, in which they may wait for each other.
 
         Raises

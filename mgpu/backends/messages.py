@@ -83,7 +83,7 @@ def check_by_layer(hybridize: bool, batch_norm: str) -> None:
     """ValueError for "sync" in a compiled network."""
     if hybridize and batch_norm == "sync":
         raise ValueError(
-            "synchronised batch normalisation needs the layers of the "
+            "synchronized batch normalization needs the layers of the "
             "network one by one; received batch_norm='sync' with hybridize. "
             "Use one of them.")
 
@@ -98,7 +98,7 @@ def own_batch_norm(paths: Iterable[str]) -> ValueError:
 
 
 def not_joined(what: Iterable[str]) -> ValueError:
-    """Layers or functions that normalise each device's rows by themselves,
+    """Layers or functions that normalize each device's rows by themselves,
     under ``batch_norm="sync"``."""
     return ValueError(
         "batch_norm='sync' joins the framework's batch-norm layers; received "
@@ -207,7 +207,7 @@ def not_supported(backend: str, what: str, cure: str = "use another backend "
 def unknown_part(part: Any) -> TypeError:
     """A comparison cannot set the state of a part of an own step."""
     return TypeError(
-        "the parts of a step are optimisers, schedules, loss scalers, "
+        "the parts of a step are optimizers, schedules, loss scalers, "
         "averages of the weights, and dictionaries of what is carried from "
         "step to step, so that their state can be set; received "
         f"{type(part).__name__}. Return those that the step changes.")
@@ -232,12 +232,12 @@ def dropout_inside(paths: Sequence[str]) -> ValueError:
 
 def check_parts(parts: Sequence[Any], optimizers: Sequence[Any],
                 averages: Sequence[Any], others: int) -> None:
-    """ValueError unless the parts of an own step hold an optimiser, which
+    """ValueError unless the parts of an own step hold an optimizer, which
     moves weights of the network only (`others`: how many that are not), and
     one average at most."""
     if not optimizers or len(averages) > 1 or others:
         raise ValueError(
-            "a step comes with the optimiser that it uses, which moves "
+            "a step comes with the optimizer that it uses, which moves "
             "weights of the network only, and one average of the weights at "
             f"most; received {[type(part).__name__ for part in parts]}, with "
             f"{len(averages)} averages, and {others} weights that are not "
@@ -283,7 +283,7 @@ def sparse_gradient(names: Sequence[str]) -> ValueError:
     return ValueError(
         "gradients must hold all rows of a parameter; received sparse ones "
         f"for {', '.join(map(repr, names))}. Make the layer without "
-        "sparse_grad=True (Gluon) or sparse=True (torch): optimisers then "
+        "sparse_grad=True (Gluon) or sparse=True (torch): optimizers then "
         "update every row in each step.")
 
 

@@ -124,16 +124,16 @@ class Observed:
         The gradients as backward passes left them, on the scale of `applied`;
         of a weight that was updated, before its last update.
     applied : dict of str -> ndarray
-        The gradients as the optimisers got them, divided by what they divide
+        The gradients as the optimizers got them, divided by what they divide
         them by.
     rates : dict of str -> float
         The learning rate that each weight was moved with.
     scale : float
-        What the optimisers multiplied the gradients by.
+        What the optimizers multiplied the gradients by.
     scales : dict of str -> float
-        The same by weight, where an optimiser does that.
+        The same by weight, where an optimizer does that.
     updates : int
-        How many updates optimisers have made.
+        How many updates optimizers have made.
     loss_scale : float
         What a loss scaler multiplied the loss by.
     rule : (str, dict) or None
@@ -156,17 +156,17 @@ AroundUpdate = Callable[[list[str]], Callable[[], None]]
 
 
 class OwnParts(Protocol):
-    """What a training step of the user's own works with: optimisers,
+    """What a training step of the user's own works with: optimizers,
     schedules, loss scalers, averages of the weights.
 
     Attributes
     ----------
     rule : (str, dict) or None
-        What the optimisers compute: the family of `mgpu.optimizers` and the
+        What the optimizers compute: the family of `mgpu.optimizers` and the
         options by the names there, others among them; None where mgpu has no
         such rule, or they compute different things.
     lr_mult, wd_mult : dict of str -> float
-        Of each weight that an optimiser has: its learning rate and weight
+        Of each weight that an optimizer has: its learning rate and weight
         decay as multiples of those of `rule`.
     averaged : bool
         Whether there is an average of the weights: slot `AVERAGE`.

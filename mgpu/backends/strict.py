@@ -23,7 +23,7 @@ def strict_devices() -> Iterator[Ledger]:
     one's memory, an array that was handed to a device without being copied
     there: on logical CPU devices these go unnoticed, and inside this block
     they are errors. Results stay what they are, to the last bit but for
-    optimisers that take roots (NumPy rounds them otherwise than torch);
+    optimizers that take roots (NumPy rounds them otherwise than torch);
     operations get slower, and it is meant for tests. The environment
     variable ``MGPU_STRICT_DEVICES=1`` turns it on for the whole of a process.
 

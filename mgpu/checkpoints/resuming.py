@@ -37,7 +37,7 @@ FAMILIES = ("sgd", "nag", "adam", "adamax", "nadam", "rmsprop", "adagrad",
 _OWN_RATE = ("adam", "rmsprop", "adamax", "nadam", "signum")
 #: by how much a number is off at most, relative to it, as float32
 _ROUNDED = 2.0 ** -24
-#: what is in the options of a Module's optimiser, and no option of it
+#: what is in the options of a Module's optimizer, and no option of it
 _MODULE_OPTIONS = {"begin_num_update", "rescale_grad", "lr_scheduler",
               "multi_precision", "lazy_update"}
 _RESCALE = ("pass its rescale_grad in optimizer_params (MXNet's own is 1.0), "
@@ -100,7 +100,7 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
     """Go on with a training of Gluon's, or of MXNet's Module, on the engine
     in use.
 
-    The next steps are those that MXNet would have done: its optimiser with
+    The next steps are those that MXNet would have done: its optimizer with
     the saved state, counts, rate and schedule. The files do not hold all of
     a training. `Resumed.notes` says what was concluded.
 
@@ -123,10 +123,10 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
         parameter, or the states of a shape are all the same. Of a Module:
         the names that it trained, or "all".
     optimizer, optimizer_params : optional
-        What the Module was given, whose file has no optimiser:
+        What the Module was given, whose file has no optimizer:
         `optimizer_params` may have ``rescale_grad`` and ``lr_scheduler``.
         An `Optimizer` object needs ``rescale_grad`` there: a Module divides
-        by its batch where it makes the optimiser by name, and an object of
+        by its batch where it makes the optimizer by name, and an object of
         MXNet's by nothing. The counts of a Module's file are those of
         ``begin_num_update`` there, 0 if not given, as in MXNet.
     lr_scheduler : callable, optional
@@ -171,7 +171,7 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
         If the files do not fit each other, or the order of the parameters
         is not certain; a count or a rate that MXNet cannot have written.
     NotImplementedError
-        An optimiser that `mgpu.optimizers` has not; a schedule of the user's
+        An optimizer that `mgpu.optimizers` has not; a schedule of the user's
         own; operators as for `from_gluon`; an end whose loss has options.
     OSError
         If a file cannot be opened.
@@ -184,8 +184,8 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
     file = load_trainer_states(states)
     if (file.optimizer is None) == (given is None):
         raise ValueError(
-            "the file has an optimiser; received another. Leave optimizer= "
-            "out." if given else "received a file without an optimiser. Pass "
+            "the file has an optimizer; received another. Leave optimizer= "
+            "out." if given else "received a file without an optimizer. Pass "
             "optimizer= and optimizer_params= of the Module, with "
             "begin_num_update, the updates so far.")
     try:
@@ -273,17 +273,17 @@ def _check_losses(graph: Graph) -> None:
                 f"what it did: {instead}.")
 
 
-# -- the optimiser ------------------------------------------------------------
+# -- the optimizer ------------------------------------------------------------
 
 def _module_optimizer(optimizer: Any, params: Mapping[str, Any] | None,
                       schedule: Any, batch_size: float | None
                       ) -> _Training | None:
-    """What the caller says of the optimiser of a Module."""
+    """What the caller says of the optimizer of a Module."""
     options = dict(by_name("optimizer_params", params))
     named, notes = not isinstance(optimizer, Optimizer), list[str]()
     known = {key: options.pop(key) for key in _MODULE_OPTIONS & options.keys()}
     if params and (optimizer is None or options and not named):
-        raise ValueError("optimizer_params go with an optimiser's name; "
+        raise ValueError("optimizer_params go with an optimizer's name; "
                          f"received {sorted(params)} with "
                          f"{'no' if named else 'an Optimizer'} object.")
     if optimizer is None:
@@ -312,7 +312,7 @@ def _module_optimizer(optimizer: Any, params: Mapping[str, Any] | None,
         notes.append(_divisor(scale, batch_size))
     else:
         notes.append("rescale_grad is one over the rows of a batch, as of an "
-                     f"optimiser by name; if it had an object, {_RESCALE}")
+                     f"optimizer by name; if it had an object, {_RESCALE}")
         if batch_size is not None:
             scale = 1 / check_batch_size(batch_size)
     return _Training(optimizer, schedule, True, named, rescaled, begin, begin,
@@ -340,7 +340,7 @@ def _unsupported(received: str) -> str:
 
 
 def _optimizer(record: Record, schedule: Any) -> Optimizer:
-    """MXNet's optimiser, with its options as they were; `schedule` has the
+    """MXNet's optimizer, with its options as they were; `schedule` has the
     rate where there is one."""
     family, state = _family(record), record.state
     kind, options = optimizers.RULES["gluon"][family], {}
@@ -365,7 +365,7 @@ _SCHEDULES: dict[str, Any] = {kind.__name__: kind for kind in (
 
 def _schedule(record: Any, rate: Any, done: int, asked: bool) -> Any:
     """MXNet's schedule after `done` updates, as a function of their number.
-    `rate`: the learning rate that the optimiser was given, or None, which has
+    `rate`: the learning rate that the optimizer was given, or None, which has
     taken the place of the schedule's. `asked`: whether it was asked for the
     rate of an update; `done` may be begin_num_update alone."""
     name = name_in("lr_scheduler", record)
@@ -542,13 +542,13 @@ def _multipliers(saved: _Training, graph: Graph,
     others = {key: x for key, x in found.items() if x != 1}
     where = "as in the graph"
     if saved.module:        # which may have been given an object
-        where = ("as Module gives it to an optimiser by name; if it had an "
+        where = ("as Module gives it to an optimizer by name; if it had an "
                  f"object, pass {what}= with 1 for each, and its rescale_grad")
         changed = sorted(key for key, x in given.items()
                          if x != found.get(key, x))
         if not saved.rescaled and (changed or not saved.by_name):
             raise ValueError(
-                "Module gives rescale_grad to an optimiser by name alone; "
+                "Module gives rescale_grad to an optimizer by name alone; "
                 + (f"received another {what} than by name for "
                    f"{', '.join(changed)}" if saved.by_name
                    else "received an Optimizer")
@@ -557,7 +557,7 @@ def _multipliers(saved: _Training, graph: Graph,
                   and (what == "lr_mult" or saved.optimizer.wd)}
         if others and not saved.by_name:
             raise ValueError(
-                f"Module gives {what} to an optimiser by name, and none to "
+                f"Module gives {what} to an optimizer by name, and none to "
                 "an object of MXNet's; received an Optimizer and no "
                 f"{what} for {', '.join(others)}. Pass 1 for each if the "
                 f"Module had an object, else {others}.")

@@ -29,7 +29,7 @@ class TrainerStates(NamedTuple):
     good_steps: int = 0                         # since it has changed
     skipped_steps: int = 0
     schedule: dict[str, Any] | None = None      # what its calls change
-    #: of an optimiser object: the names and all options of each group
+    #: of an optimizer object: the names and all options of each group
     groups: list[dict[str, Any]] | None = None
 
 
@@ -49,7 +49,7 @@ def fit(saved: TrainerStates, source: str, backend: Backend,
     Raises
     ------
     ValueError
-        The states of another optimiser, states that do not fit `arrays` (all
+        The states of another optimizer, states that do not fit `arrays` (all
         of them are listed), or numbers that no training reaches, such as a
         rate of NaN or a count below 0. Nothing has changed.
     """
@@ -77,7 +77,7 @@ def fit(saved: TrainerStates, source: str, backend: Backend,
         raise ValueError(
             f"{source} must hold the states of this trainer; "
             f"received {'; '.join(dict.fromkeys(wrong))}. Load it into a "
-            "trainer with the same optimiser and network.")
+            "trainer with the same optimizer and network.")
 
     def load() -> None:
         own.load((saved.slots, saved.counts), arrays)

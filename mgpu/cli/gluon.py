@@ -109,7 +109,7 @@ def _pairs(title: str) -> Any:
 _SHOWN: dict[str, Any] = {
     "engine": lambda name: print_text(f"engine: {name}"),
     "devices": _names("devices"),
-    "optimizer": lambda name: print_text(f"optimiser: {name}"),
+    "optimizer": lambda name: print_text(f"optimizer: {name}"),
     "settings": _pairs("settings"),
     "schedule": _pairs("schedule"),
     "num_update": lambda count: print_text(f"updates: {count}"),

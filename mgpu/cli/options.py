@@ -183,7 +183,7 @@ _OPTIONS: dict[str, tuple[Any, Any, str | None, str]] = {
                "weights, data, their order, dropout masks."),
     "--limit": (IntRange(1), None, "N", "Use only the first N training and "
                 "the first N test examples of a data set."),
-    # the network of a comparison, its loss and its optimiser
+    # the network of a comparison, its loss and its optimizer
     "--input": (Parsed(parse_shape), None, "3x224x224",
                 "The shape of one example."),
     "--classes": (IntRange(1), None, "N",
@@ -193,10 +193,10 @@ _OPTIONS: dict[str, tuple[Any, Any, str | None, str]] = {
     "--loss": (str, "softmax-ce", "|".join(LOSSES) + "|MODULE:NAME",
                "The loss, by its name or as a function or class."),
     "--optimizer": (str, "sgd", None,
-                    "The optimiser, by its name as for mgpu.Trainer."),
+                    "The optimizer, by its name as for mgpu.Trainer."),
     "--optimizer-params": (
         Parsed(parse_params), None, "NAME=VALUE,...|JSON", "Settings of the "
-        "optimiser, for example learning_rate=0.1,momentum=0.9."),
+        "optimizer, for example learning_rate=0.1,momentum=0.9."),
     "--devices": (Parsed(one_run), "1", "N|cpu:0,cpu:1",
                   "The number of devices, or their names."),
     # how it is trained
@@ -207,7 +207,7 @@ _OPTIONS: dict[str, tuple[Any, Any, str | None, str]] = {
     "--native": (bool, False, None, "Let layers, such as torch's batch norm, "
                  "compute as their framework does without mgpu."),
     "--semantics": (Choice(["gluon", "torch"]), "gluon", None, "The framework "
-                    "whose update rules the optimiser follows."),
+                    "whose update rules the optimizer follows."),
     "--dropout": (Choice(["masks", "off"]), "masks", None, "masks gives both "
                   "networks the same dropout masks; off drops nothing."),
     "--data": (str, "random", "random|digits|fashion-mnist|FOLDER|MODULE:NAME",

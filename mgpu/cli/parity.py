@@ -78,7 +78,7 @@ def _ready() -> Iterator[Callable[[int, int], None]]:
                 "--devices", second=True)
 @option("--step-a", metavar="MODULE:FUNCTION", help="Code of your own that "
         "takes the steps of a. FUNCTION(net) returns (step, parts): step(x, "
-        "y) takes one step, and parts are its optimisers, schedules, loss "
+        "y) takes one step, and parts are its optimizers, schedules, loss "
         "scalers and averages of the weights.")
 @option("--step-b", metavar="MODULE:FUNCTION",
         help="The same for b.")
@@ -170,7 +170,7 @@ def _compare(a: str, b: Any, given: set[str], options: dict[str, Any],
         for name in ("step_a", "step_b") if options[name]}
     if len(steps) == 2:
         _refuse(given & {"optimizer", "optimizer_params", "semantics"},
-                "steps of your own have optimisers of their own")
+                "steps of your own have optimizers of their own")
     return api.compare(
         find.factory(a, options["kwargs_a"]), other,
         devices=shared.one_run(options["devices"]), progress=progress,

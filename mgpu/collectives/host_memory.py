@@ -94,7 +94,7 @@ def allreduce(backend: Backend, columns: Sequence[list[Array]], op: str
 # -- updates ------------------------------------------------------------------
 
 class Update(NamedTuple):
-    """What an optimiser is to do to one parameter."""
+    """What an optimizer is to do to one parameter."""
 
     name: str
     weight: Array
@@ -122,7 +122,7 @@ def update(backend: Backend, optimizer: Any, work: Sequence[Update],
     Parameters
     ----------
     states : dict
-        The optimiser's state by the name of the parameter; updated.
+        The optimizer's state by the name of the parameter; updated.
     """
     slots = [[s for s, x in states[one.name].items() if backend.is_native(x)]
              for one in work]

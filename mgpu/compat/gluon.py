@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _STORES = ("device", "local", "local_update_cpu", "local_allreduce_cpu",
            "local_allreduce_device")
 #: families whose constructor in Gluon hands a default rate on, which replaces
-#: the base_lr of a schedule (`adamw` is no optimiser there: it is adam's)
+#: the base_lr of a schedule (`adamw` is no optimizer there: it is adam's)
 _OWN_RATE = ("adam", "adamw", "adamax", "lamb", "nadam", "rmsprop", "signum")
 
 
@@ -318,6 +318,6 @@ def rule_options(family: Any, options: Mapping[str, Any],
 
 
 def replaces_base_lr(family: str, given: bool) -> bool:
-    """Whether Gluon's optimiser writes its rate into its schedule, where the
+    """Whether Gluon's optimizer writes its rate into its schedule, where the
     rate was `given` or is the default."""
     return family != "ftrl" and (given or family in _OWN_RATE)

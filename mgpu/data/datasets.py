@@ -504,7 +504,7 @@ def fashion_mnist(batch_size: int, resize: Size = None,
     -------
     train_iter, test_iter : BatchIterator
         X (b, 1, 28, 28) of `dtype`, pixels / 255, so in 0 to 1, not
-        normalised further; y (b,) int32, 0 to 9. The short last batch is
+        normalized further; y (b,) int32, 0 to 9. The short last batch is
         kept.
 
     Raises

@@ -88,7 +88,7 @@ class Sums:
         first, *others = told.values()
         if any(one[:3] != first[:3] for one in others):
             raise RuntimeError(
-                "synchronised batch normalisation needs the same layers in "
+                "synchronized batch normalization needs the same layers in "
                 "the same order on every rank; received "
                 + ", ".join(f"{one[0]} ({one[1]} {tuple(one[2])}) on rank "
                             f"{rank}" for rank, one in told.items())

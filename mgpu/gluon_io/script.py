@@ -101,13 +101,13 @@ LINES = (
            f"`mgpu.Trainer(..., {key}={{q.name: factor}})`, with `q` of "
            "`replicas.params()`", "groups of parameters", (f"{key}=",))
       for what, key in (("rate", "lr_mult"), ("decay", "wd_mult"))),
-    Line("optimiser", '`gluon.Trainer(net.collect_params(), "sgd", '
+    Line("optimizer", '`gluon.Trainer(net.collect_params(), "sgd", '
          '{"learning_rate": rate})`',
          '`mgpu.Trainer(replicas, "sgd", {"learning_rate": rate})`',
          "`torch.optim.SGD(net.parameters(), lr=rate)`",
          ("mxnet.gluon.Trainer", "mxnet.gluon.trainer.Trainer",
           "mxnet.optimizer.")),
-    Line("another optimiser",
+    Line("another optimizer",
          "`gluon.Trainer(net.collect_params(), name, options)`",
          "`mgpu.Trainer(replicas, name, options)`",
          "one of `torch.optim`, whose formula may be another",
@@ -175,10 +175,10 @@ LINES = (
          "torch `mgpu.to_pt2(net, file, [X])`",
          "`torch.export.save(torch.export.export(net, (X,)), file)`",
          (".export",)),
-    Line("save the optimiser", "`trainer.save_states(file)`",
+    Line("save the optimizer", "`trainer.save_states(file)`",
          "`trainer.save_states(file)`, the same file for both engines",
          "`torch.save(optimizer.state_dict(), file)`", (".save_states",)),
-    Line("the optimiser from a file", "`trainer.load_states(file)`",
+    Line("the optimizer from a file", "`trainer.load_states(file)`",
          "`trainer.load_states(file)`, for files of mgpu",
          "`optimizer.load_state_dict(torch.load(file))`", (".load_states",)),
     Line("compile", "`net.hybridize()`",

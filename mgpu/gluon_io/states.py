@@ -1,4 +1,4 @@
-"""What Gluon's trainer saves of its optimiser: a pickle, read as data."""
+"""What Gluon's trainer saves of its optimizer: a pickle, read as data."""
 import io
 import pickle
 from collections.abc import Mapping
@@ -72,13 +72,13 @@ class TrainerStates(NamedTuple):
     ``dense10_weight`` comes before ``dense9_weight``; a list stays as given.
     """
 
-    #: what the optimiser keeps for each parameter that it has updated, by
+    #: what the optimizer keeps for each parameter that it has updated, by
     #: its number: None, an array, or a tuple of these. With
     #: ``multi_precision``, a float16 parameter has a float32 copy: (state,
     #: copy) of sgd, nag and lars, (copy, state) of all others. Names instead
     #: of numbers where a Module left its updates to a key-value store.
     states: dict[int | str, Any]
-    #: the optimiser, with its rate, counts and schedule in `state`; None
+    #: the optimizer, with its rate, counts and schedule in `state`; None
     #: where only the states were saved (``Module.save_optimizer_states``)
     optimizer: Record | None
 
@@ -86,7 +86,7 @@ class TrainerStates(NamedTuple):
 def load_trainer_states(path: FilePath) -> TrainerStates:
     """What ``gluon.Trainer.save_states`` has written, without MXNet.
 
-    Nothing in the file is imported or called: the optimiser, its schedule
+    Nothing in the file is imported or called: the optimizer, its schedule
     and a user's own classes become `Record`.
 
     Parameters
@@ -278,5 +278,5 @@ def _state(x: Any, known: dict[int, Any], depth: int = 0) -> Any:
 def _optimizer(x: Any) -> Record | None:
     if x is not None and not (isinstance(x, Record)
                               and isinstance(x.state, dict)):
-        raise ValueError("the optimiser is no object")
+        raise ValueError("the optimizer is no object")
     return x

@@ -1,4 +1,4 @@
-"""Batch normalisation over all devices of all processes.
+"""Batch normalization over all devices of all processes.
 
 The replicas run their forward passes in threads of their own and meet at
 each batch-norm layer; there the sums over the devices of one process are
@@ -92,7 +92,7 @@ class Meeting:
         places = {i: self._given[i][0] for i in self._members}
         if len(set(places.values())) > 1:
             raise RuntimeError(
-                "synchronised batch normalisation needs the same layers in "
+                "synchronized batch normalization needs the same layers in "
                 f"the same order on every device; received {places}. Use "
                 "batch_norm='per_device' for such a network.")
         return [self._given[i][1] for i in self._members]

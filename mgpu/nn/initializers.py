@@ -5,11 +5,11 @@ The formulas, names and arguments are those of Gluon 1.9.1
 and every device, start from the same bits, which no seeding of the two
 frameworks could give.
 
-`initialize` takes an initialiser object or a name::
+`initialize` takes an initializer object or a name::
 
     Normal(sigma=0.01)      "normal"        create("normal", sigma=0.01)
 
-An initialiser draws *weights*. What a bias, or the gamma of a batch norm,
+An initializer draws *weights*. What a bias, or the gamma of a batch norm,
 starts from is a rule of its own: `draw_parameter`.
 """
 import copy
@@ -40,7 +40,7 @@ def _known_shape(shape: Sequence[int] | None, axes: int = 0
     known = (0,) if shape is None else tuple(shape)
     if len(known) < axes or any(n < 1 for n in known):
         raise ValueError(
-            f"the initialiser needs a weight of {axes} axes or more, none of "
+            f"the initializer needs a weight of {axes} axes or more, none of "
             f"them unknown or empty; received {shape!r}. Give the layer its "
             "input size, or pass a sample batch.")
     return known
@@ -96,7 +96,7 @@ class Initializer(ABC):
         rng : numpy.random.Generator
             Advanced by the draw.
         name : str
-            Of the parameter; read by initialisers of the frameworks' own.
+            Of the parameter; read by initializers of the frameworks' own.
         dtype : str or numpy.dtype
             What the float64 values are rounded to.
 
@@ -108,7 +108,7 @@ class Initializer(ABC):
         Raises
         ------
         ValueError
-            An unknown or empty shape, a shape that this initialiser cannot
+            An unknown or empty shape, a shape that this initializer cannot
             serve, or values that are not finite in `dtype`.
         """
         shape = _known_shape(shape)
@@ -380,37 +380,37 @@ class _ByName(Initializer):
             if pattern.match(name):
                 return rule._of(name)
         raise ValueError(
-            "a weight has the first initialiser of mx.init.Mixed whose "
+            "a weight has the first initializer of mx.init.Mixed whose "
             f"pattern its name matches; received {name!r} and "
             f"{[pattern.pattern for pattern, _ in self.choices]}. Add '.*' "
             "with a default at the end.")
 
 
 def create(init: Any, /, **options: Any) -> Initializer:
-    """The initialiser that `init` names.
+    """The initializer that `init` names.
 
     Parameters
     ----------
-    init : Initializer, str, or a Gluon initialiser
+    init : Initializer, str, or a Gluon initializer
         An `Initializer` is returned as it is. A name is one of Gluon's, in
         any case: "zeros", "normal", "xavier", ... `mx.init.Normal(0.1)` and
         what its `dumps()` gives, ``'["normal", {"sigma": 0.1}]'``, become
-        the initialiser of this module. One of a class of the user's, derived
+        the initializer of this module. One of a class of the user's, derived
         from `mx.init.Initializer`, is called by its ``_init_weight`` with
         mgpu's name of each weight, on either engine. With
         ``mx.init.Mixed`` the patterns see these names, such as
         ``"0.weight"``; it says what draws weights, and biases, gammas and
         betas are as always. `mx.init.Load` is refused.
     **options
-        Of the initialiser that is named: ``create("normal", sigma=0.1)``.
+        Of the initializer that is named: ``create("normal", sigma=0.1)``.
 
     Raises
     ------
     ValueError
         An unknown name or option; the message lists what there is. Options
-        together with an initialiser that has its own.
+        together with an initializer that has its own.
     TypeError
-        Something that names no initialiser.
+        Something that names no initializer.
     """
     is_json = isinstance(init, str) and init.startswith("[")
     if options and (is_json or not isinstance(init, str)):
@@ -421,7 +421,7 @@ def create(init: Any, /, **options: Any) -> Initializer:
         return init
     if isinstance(init, str):
         name, options = json.loads(init) if is_json else (init, options)
-        kind = _NAMES[one_of("initialiser", name.lower(), _NAMES)]
+        kind = _NAMES[one_of("initializer", name.lower(), _NAMES)]
         try:
             return kind(**options)
         except TypeError as error:
@@ -435,7 +435,7 @@ def create(init: Any, /, **options: Any) -> Initializer:
         return _Foreign(own)
     if isinstance(init, type) or not hasattr(init, "dumps"):
         raise TypeError(
-            f"expected an initialiser; received {init!r} of type "
+            f"expected an initializer; received {init!r} of type "
             f"{type(init).__name__}. Use for example Normal(0.01), an object "
             f"and not the class, or one of the names {list(_NAMES)}.")
     # A copy: Gluon's Constant changes itself, and cannot do it twice.
@@ -443,7 +443,7 @@ def create(init: Any, /, **options: Any) -> Initializer:
 
 
 #: What the kinds other than weights start from (Gluon gives the layers'
-#: biases, gammas and so on these initialisers).
+#: biases, gammas and so on these initializers).
 _BY_KIND: dict[str, Initializer] = {
     "bias": Zero(), "gamma": One(), "beta": Zero(),
     "running_mean": Zero(), "running_var": One(),
@@ -458,13 +458,13 @@ def draw_parameter(kind: str, shape: Sequence[int] | None,
                    ) -> np.ndarray:
     """The initial value of one parameter or buffer.
 
-    The layer's own initialiser comes first; then the rule of the kind (bias
+    The layer's own initializer comes first; then the rule of the kind (bias
     0, gamma 1, beta 0, running mean 0, running variance 1); `init` is for
     weights. That is what Gluon's layers do, where the rules are the default
-    initialisers of their parameters.
+    initializers of their parameters.
 
     Each parameter has a generator of its own, so that its value depends on
-    `seed`, `index`, `shape` and the initialiser only: not on the engine,
+    `seed`, `index`, `shape` and the initializer only: not on the engine,
     the devices or what was drawn before. The draw is made in float64 and
     rounded to `dtype` once, so a float32 run starts from the rounded values
     of the float64 run.
@@ -484,7 +484,7 @@ def draw_parameter(kind: str, shape: Sequence[int] | None,
     name : str
         What it is called there.
     own : (name, options), optional
-        The layer's own initialiser, in Gluon's terms.
+        The layer's own initializer, in Gluon's terms.
 
     Returns
     -------
@@ -496,7 +496,7 @@ def draw_parameter(kind: str, shape: Sequence[int] | None,
     ValueError
         A kind that is never drawn ("other": such values are copied as they
         are), an unknown or empty shape, another dtype, a negative seed or
-        index, a bad initialiser, or values that are not finite in `dtype`.
+        index, a bad initializer, or values that are not finite in `dtype`.
     TypeError
         A dtype that NumPy does not have.
     """

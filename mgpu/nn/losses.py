@@ -540,7 +540,7 @@ class CTCLoss(Loss):
     Parameters
     ----------
     layout : {"NTC", "TNC"}
-        Axes of `pred`, not normalised: rows, steps, classes. The last class
+        Axes of `pred`, not normalized: rows, steps, classes. The last class
         is the blank.
     label_layout : {"NT", "TN"}
         Axes of `label`. Where no `label_lengths` are given, -1 ends a

@@ -45,7 +45,7 @@ def lenet_forward(X: Any, params: Sequence[Any]) -> Any:
     Returns
     -------
     native array (n, 10)
-        Unnormalised scores.
+        Unnormalized scores.
     """
     W1, b1, W2, b2, W3, b3, W4, b4 = params
     h = F.avg_pool2d(F.relu(F.conv2d(X, W1, b1)), 2)

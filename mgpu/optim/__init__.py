@@ -1,6 +1,6 @@
 """Update rules, written once for both engines, with two semantics.
 
-``semantics="gluon"`` (the default) computes what the optimisers of MXNet
+``semantics="gluon"`` (the default) computes what the optimizers of MXNet
 1.9.1 compute on one device (`gluon_rules`); ``semantics="torch"`` what
 `torch.optim` of PyTorch 2.13 computes (`torch_rules`). Option names and
 defaults are those of that library. The formulas use: w the weight, g the
@@ -9,7 +9,7 @@ and weight decay, t = 1, 2, ... its update count, and ``clip(x)`` for x with
 every element brought within +-c, where c is the option ``clip_gradient``
 (None: x itself).
 
-Gluon's optimisers differ in where ``clip_gradient`` acts, and so do these:
+Gluon's optimizers differ in where ``clip_gradient`` acts, and so do these:
 ``clip(g) + wd w`` in sgd, nag and signum, ``clip(g + wd w)`` in adam, adamax,
 nadam and rmsprop; adamw, adagrad, adadelta and ftrl clip g and keep wd out of
 it; lamb, lars, dcasgd, sgld and groupadagrad clip g, ftml ``g + wd w``.
@@ -43,7 +43,7 @@ _TORCH_NAMES = {"lr": "learning_rate", "weight_decay": "wd"}
 
 
 def create(name: str, semantics: str = "gluon", **options: Any) -> Optimizer:
-    """The optimiser called `name`.
+    """The optimizer called `name`.
 
     Parameters
     ----------
@@ -63,8 +63,8 @@ def create(name: str, semantics: str = "gluon", **options: Any) -> Optimizer:
     Raises
     ------
     ValueError
-        Unknown semantics, optimiser or option; a value out of its range; an
-        option given under two names; an optimiser that torch does not have.
+        Unknown semantics, optimizer or option; a value out of its range; an
+        option given under two names; an optimizer that torch does not have.
     TypeError
         A value of another type: not a number, or not a bool for a switch.
     """
@@ -78,7 +78,7 @@ def create(name: str, semantics: str = "gluon", **options: Any) -> Optimizer:
             "mgpu.train(accumulate=).")
     if key not in rules:
         raise ValueError(
-            f"unknown optimiser; received {name!r}. Use one of "
+            f"unknown optimizer; received {name!r}. Use one of "
             f"{', '.join(rules)}" + ", or semantics='gluon'." * (
                 key in RULES["gluon"]))
     short = _TORCH_NAMES if semantics == "torch" else {}
@@ -90,7 +90,7 @@ def create(name: str, semantics: str = "gluon", **options: Any) -> Optimizer:
     unknown = [option for option in values if option not in known]
     if unknown:
         raise ValueError(
-            f"the optimiser {key!r} has no option "
+            f"the optimizer {key!r} has no option "
             f"{', '.join(map(repr, unknown))} with semantics={semantics!r}. "
             f"Use {', '.join(known)}.")
     return rules[key](**values)
@@ -100,7 +100,7 @@ def counterpart(cls: type[Optimizer], semantics: str
                 ) -> type[Optimizer] | None:
     """The class of the same family as `cls`, with the formulas of `semantics`.
 
-    None where that library has no such optimiser, and for a class that is
+    None where that library has no such optimizer, and for a class that is
     not one of this package.
     """
     if RULES.get(cls.semantics, {}).get(cls.family) is not cls:

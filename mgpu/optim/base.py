@@ -1,4 +1,4 @@
-"""What every optimiser has in common: its options and its interface."""
+"""What every optimizer has in common: its options and its interface."""
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields

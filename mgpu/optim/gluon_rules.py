@@ -1,4 +1,4 @@
-"""Gluon's optimisers: what those of MXNet 1.9.1 compute on one device.
+"""Gluon's optimizers: what those of MXNet 1.9.1 compute on one device.
 
 Sources: ``python/mxnet/optimizer/optimizer.py`` and the kernels that it calls
 (``src/operator/optimizer_op-inl.h``), all checked by running them. For the
@@ -103,7 +103,7 @@ class AdamW(Adam):
     """Adam's step on ``clip(g)``, and ``lr wd w`` off the same w.
 
     Gluon 1.9.1 has the operator `mx.nd.contrib.adamw_update` and no
-    optimiser that calls it. The operator computes ``w - eta (lr m / (sqrt(v)
+    optimizer that calls it. The operator computes ``w - eta (lr m / (sqrt(v)
     + epsilon) + wd w)``; here its eta is the learning rate and its lr the
     bias correction ``sqrt(1 - beta2^t) / (1 - beta1^t)``, so that the decay
     is that of Loshchilov and Hutter 2019 and of torch's AdamW. wd is 0
@@ -271,7 +271,7 @@ class AdaDelta(Optimizer):
 
 @rule("gluon", "ftrl")
 class Ftrl(Optimizer):
-    """Follow the regularised leader (McMahan et al. 2013).
+    """Follow the regularized leader (McMahan et al. 2013).
 
     With ``G = clip(g)``::
 
@@ -542,7 +542,7 @@ class GroupAdaGrad(Optimizer):
                 "groupadagrad has a rate for each row of a matrix; received "
                 f"a parameter of shape {tuple(weight.shape)}. Give it those "
                 "with two axes, such as embeddings, and a Trainer of another "
-                "optimiser the rest.")
+                "optimizer the rest.")
         return {"row_history": ops.zeros_like(weight[:, :1])}
 
     def compute_step(self, grad, state, lr, t, ops):

@@ -1,4 +1,4 @@
-"""What the optimisers of `torch.optim` of PyTorch 2.13 compute.
+"""What the optimizers of `torch.optim` of PyTorch 2.13 compute.
 
 Sources: ``torch/optim/*.py``, the ``_single_tensor_`` functions. For the
 letters of the formulas see `mgpu.optimizers`; ``G = clip(g) + wd w``

@@ -28,7 +28,7 @@ def gluonize(net: Any, *, inplace: bool = True, undo: bool = False) -> Any:
     Statistics are updated in each forward pass in training mode, as torch
     does, also under `torch.no_grad`; Gluon updates them in the backward pass.
     The two differ only in a forward pass that no backward pass follows: use
-    ``net.eval()`` for those. `state_dict`, hooks and optimisers are not
+    ``net.eval()`` for those. `state_dict`, hooks and optimizers are not
     touched: only the class of the layers changes.
 
     Parameters

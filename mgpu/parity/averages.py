@@ -1,4 +1,4 @@
-"""Averages that one side alone keeps of what no optimiser moves.
+"""Averages that one side alone keeps of what no optimizer moves.
 
 A copy of a network that averages its weights also holds running statistics;
 a dictionary of the weights holds none, and what is averaged is evaluated with

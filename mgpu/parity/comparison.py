@@ -70,9 +70,9 @@ def compare(a: Any, b: Any, *, batches: Batches,
     """Compare how two networks train, in lock-step.
 
     Before every step both sides get the same state: weights, running
-    statistics, the optimiser's memory. One step is taken on each. Then
+    statistics, the optimizer's memory. One step is taken on each. Then
     outputs, the loss of each example, every gradient, every updated weight,
-    the optimiser's memory and all statistics are compared. The proof holds
+    the optimizer's memory and all statistics are compared. The proof holds
     for a whole training, however chaotic.
 
     Parameters
@@ -121,7 +121,7 @@ def compare(a: Any, b: Any, *, batches: Batches,
     Notes
     -----
     The networks are trained during the call and get their values and dtype
-    back. On MXNet they stay initialised on the devices, and its random
+    back. On MXNet they stay initialized on the devices, and its random
     streams go on from a number that they gave: their state cannot be read.
     """
     one_of("weights", weights, ("a", "b", "own"))
@@ -240,11 +240,11 @@ class Comparison:
                               "side only, and was not on trial")
         if not self._memory:
             self.notes.append(
-                f"the optimisers remember different things ({slots[0]} and "
+                f"the optimizers remember different things ({slots[0]} and "
                 f"{slots[1]}), which are neither made equal nor compared")
 
     def _run(self, side: Any) -> Run:
-        """The run of a network, initialised for the first batch; one of a
+        """The run of a network, initialized for the first batch; one of a
         file is there already."""
         if isinstance(side, Run):
             return side
@@ -599,9 +599,9 @@ class Comparison:
     def _own_gaps(self, step: int, one: StepResult, two: StepResult
                   ) -> list[Gap]:
         """The gaps of gradients and rates where the user's code takes the
-        steps. Gradients count as the optimisers get them; where they differ,
+        steps. Gradients count as the optimizers get them; where they differ,
         and did not when the backward pass ended, the stage is "clipping".
-        Those of weights that no optimiser has do not count."""
+        Those of weights that no optimizer has do not count."""
         held = one.gradients.keys() | two.gradients.keys()
 
         def left(step: StepResult) -> Arrays:

@@ -1,4 +1,4 @@
-"""Constants of networks: what is not trained and drawn by no initialiser, such
+"""Constants of networks: what is not trained and drawn by no initializer, such
 as a table of positions, a mask, or the mean of the input.
 
 A network computes them itself, so that a port can compute them wrongly. They
@@ -60,7 +60,7 @@ def by_value(a: Sequence[Entry], b: Sequence[Entry], pairs: Sequence[Pair],
 
 
 class Constants(NamedTuple):
-    """What was initialised, is not trained, and had other values in `b` than
+    """What was initialized, is not trained, and had other values in `b` than
     in `a`. Frozen parameters are constants unless weights are frozen too:
     then they may have been trained, and have the values of one side as all
     weights have.

@@ -33,7 +33,7 @@ __all__ = ["CAUSES", "LIMIT", "ROWS", "Cause", "diagnose"]
 CAUSES = tuple(dict.fromkeys(rule.name for rule in RULES))
 
 
-#: what the frameworks' own optimisers do
+#: what the frameworks' own optimizers do
 _FORMULAS = {"float32 hyper-parameters", "rate inside the velocity",
              "Adam epsilon"}
 #: the stages of `measure` that one of the registry's stands for

@@ -1,6 +1,6 @@
 """Formulas of the frameworks that differ, put in for each other.
 
-Gluon's and PyTorch's optimisers and their clipping compute other things in
+Gluon's and PyTorch's optimizers and their clipping compute other things in
 places. Where a side takes steps of the user's own, such a difference is no
 mistake of the port: it is proven by computing one side's update, from that
 side's own gradients, with the other's formula.
@@ -33,7 +33,7 @@ _ROUNDING = 1e-10
 
 class _Way(NamedTuple):
     """A formula of updates, and whether its numbers are rounded to float32,
-    as MXNet's own optimisers do."""
+    as MXNet's own optimizers do."""
 
     kind: type[Optimizer]
     single: bool
@@ -114,7 +114,7 @@ class Formulas:
             factor = common_factor(step.own.left, step.gradients)
             if factor is None:
                 return False
-            # as the code sees them: what optimisers multiply by comes after
+            # as the code sees them: what optimizers multiply by comes after
             limits.append([(norm, factor * (
                 norm / step.own.scale + epsilon) * step.own.scale)
                 for norm in norms_left(step)
@@ -132,7 +132,7 @@ class Formulas:
                                 Callable[[Gap], bool]]:
         """How large a difference each formula makes between the updates of
         both sides, from equal gradients, and whether they explain a gap;
-        None if one side does not do what its optimiser says."""
+        None if one side does not do what its optimizer says."""
         ways, nothing = self._ways(), (None, lambda g: False)
         if not ways:
             return nothing
@@ -212,7 +212,7 @@ class Formulas:
         exactly = _by(rule, way._replace(single=False))
         values = dict(start.values)
         slots = {key: x for key, x in start.optimizer.slots.items()
-                 if key[1] != AVERAGE}      # which no optimiser moves
+                 if key[1] != AVERAGE}      # which no optimizer moves
         counts = dict(start.optimizer.counts)
         outside = [rate_outside_velocity(k) for k in (type(rule), way.kind)]
         states, moving = {}, [n for n in b.updates.order if n in grads]
@@ -435,7 +435,7 @@ def _unbiased(run: Run, step: StepResult, name: str) -> float:
         and run.backend.semantics == "torch" else 1.0
 
 
-_SINGLE = "MXNet's optimisers round rates and options to float32"
+_SINGLE = "MXNet's optimizers round rates and options to float32"
 _CLIPPING = ("clipping by the global norm: Gluon adds 1e-8 to the norm, "
              "PyTorch 1e-6")
 _UNBIASED = ("batch norm: PyTorch keeps the unbiased variance, n / (n - 1) "
@@ -450,7 +450,7 @@ _NAMES = {
 
 
 def _name(kind: type[Optimizer]) -> str:
-    """What the two forms of an optimiser are called."""
+    """What the two forms of an optimizer are called."""
     return _NAMES.get(kind.family, "another formula of Gluon's and PyTorch's "
                       f"{kind.family}")
 

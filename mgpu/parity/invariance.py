@@ -40,7 +40,7 @@ class LayerReport:
         One of `STATUSES` for each number of devices.
     worst : dict of int -> float
         The largest relative difference of the layer's outputs, gradients,
-        updated weights, optimiser memory and statistics.
+        updated weights, optimizer memory and statistics.
     origin : list of int
         Numbers of devices where the layer's output differs although its
         input agrees: the difference arises here.
@@ -91,7 +91,7 @@ class InvarianceReport:
     synced : dict of int -> Result
         The same with ``batch_norm="sync"``, where the first differs.
     side : dict
-        Engine, network, optimiser, ...
+        Engine, network, optimizer, ...
     settings : dict
     """
 
@@ -127,7 +127,7 @@ class InvarianceReport:
         if any(x.origin for x in self.layers):
             lines.append("* arises here: the layer's input agrees")
         if self.verdict == "batch statistics":
-            lines.append("batch statistics: each device normalises with the "
+            lines.append("batch statistics: each device normalizes with the "
                          "mean and variance of its own rows; with "
                          "batch_norm='sync' it is exact")
         for k, result in self.results.items():
@@ -176,7 +176,7 @@ def invariance(net_factory: Callable[[], Any], *, batches: Batches,
     devices gets the state of the network on ``devices[0]`` and takes the
     same step on the same batch. Everything is compared: the output of each
     layer (the rows of all devices joined), losses, gradients, weights, the
-    optimiser's memory, and statistics (those of one device with those of
+    optimizer's memory, and statistics (those of one device with those of
     each of K).
 
     A layer is

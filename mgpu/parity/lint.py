@@ -58,7 +58,7 @@ class _Subject(NamedTuple):
 
     @property
     def family(self) -> str:
-        """That of an optimiser with Gluon's formulas, else ""."""
+        """That of an optimizer with Gluon's formulas, else ""."""
         return self.optimizer.family \
             if self.optimizer.semantics == "gluon" else ""
 
@@ -107,7 +107,7 @@ def lint(net: Any, *, sample: Any = None, optimizer: Any = "sgd",
     net : network, or a function that makes one
         A Gluon network: what to mind when it is written in torch. A torch
         network: what differs between plain PyTorch and mgpu, which trains it
-        with Gluon's arithmetic. Without values the network is initialised,
+        with Gluon's arithmetic. Without values the network is initialized,
         to know its shapes.
     sample : array or tuple of arrays, optional
         What the network is called with. Without it, what depends on the
@@ -221,7 +221,7 @@ def _fixed(o, shape):
 @_layer_rule("batch norm over another axis", "batch_norm")
 def _axis(o, shape):
     if o["axis"] != 1:
-        yield (f"normalises over axis {o['axis']}; torch always over axis "
+        yield (f"normalizes over axis {o['axis']}; torch always over axis "
                "1.", "permute before and after")
 
 
@@ -307,7 +307,7 @@ def _initial(s):
            + "".join(sizes[:1]),
            "copy the weights, or nn.init.uniform_(w, -0.07, 0.07)")
     yield (_names(p.name for p in s.specs if p.kind == "bias"), "biases "
-           "start at 0 in Gluon whatever the initialiser, at random in torch.",
+           "start at 0 in Gluon whatever the initializer, at random in torch.",
            "nn.init.zeros_(bias)")
 
 
@@ -364,7 +364,7 @@ def _nag(s):
                "term")
 
 
-@_rule("epsilon of the optimiser")
+@_rule("epsilon of the optimizer")
 def _optimiser_epsilon(s):
     o = s.optimizer
     if s.family in ("adam", "adamw"):
@@ -383,7 +383,7 @@ def _optimiser_epsilon(s):
                "from the start gives NaN.", "eps=0 for the same numbers")
 
 
-@_rule("options of the optimiser")
+@_rule("options of the optimizer")
 def _options(s):
     o = s.optimizer
     if s.family == "rmsprop":
@@ -398,7 +398,7 @@ def _options(s):
         yield ("the momentum schedule", "Gluon keeps one product for all "
                "parameters, which grows with each of them.", "mgpu.Trainer")
     elif s.family and counterpart(type(o), "torch") is None:
-        yield (type(o).__name__, "torch.optim has no such optimiser.",
+        yield (type(o).__name__, "torch.optim has no such optimizer.",
                "mgpu.Trainer")
 
 
@@ -412,7 +412,7 @@ def _decay(s):
                "it to the gradient.", "mgpu.Trainer(semantics='gluon')")
     elif s.family in ("adam", "adamax", "nadam", "rmsprop"):
         yield ("wd", "is added to the gradient (L2), before the averages.",
-               f"weight_decay={o.wd:g} of the same optimiser, not of AdamW")
+               f"weight_decay={o.wd:g} of the same optimizer, not of AdamW")
 
 
 @_rule("gradient clipping")

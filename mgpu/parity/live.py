@@ -29,7 +29,7 @@ _COUNTER = "num_batches_tracked"
 
 
 class LiveRun(Run):
-    """A `Side` whose network is initialised and ready to train.
+    """A `Side` whose network is initialized and ready to train.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ class LiveRun(Run):
             self.load_memory(state.optimizer)
 
     def load_memory(self, states: TrainerStates) -> None:
-        """Set the optimiser's memory, but not the class and the rate of the
+        """Set the optimizer's memory, but not the class and the rate of the
         other side."""
         own = self.trainer.rule()
         self.trainer.import_states(states._replace(

@@ -21,7 +21,7 @@ from mgpu.parity.run import (Arrays, Calls, LayerCall, OwnStep, State,
                              StepResult, UpdateRule, join_devices)
 from mgpu.utils.arguments import is_number
 
-#: the name of an optimiser that mgpu has no rule for
+#: the name of an optimizer that mgpu has no rule for
 UNKNOWN = "unknown"
 
 
@@ -37,14 +37,14 @@ class _Seen(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One update that an optimiser of the user's own makes.
+    """One update that an optimizer of the user's own makes.
 
     Attributes
     ----------
     before : State
         Values and memory before it.
     gradients : dict of str -> ndarray
-        As the optimiser gets them, divided as it divides them.
+        As the optimizer gets them, divided as it divides them.
     rates, last : dict of str -> float
         The rates of this update and of the one before in the same step.
     """
@@ -66,7 +66,7 @@ class OwnRun(LiveRun):
     parts : mgpu.backends.base.OwnParts
     instead : callable or None
         What makes of an `Update` the state that takes the place of what the
-        optimiser has computed.
+        optimizer has computed.
     """
 
     instead: Callable[[Update], State] | None = None
@@ -110,7 +110,7 @@ class OwnRun(LiveRun):
         self.updates = self._own_rule()
 
     def _known_rule(self, rule: Any) -> Optimizer | None:
-        """What the parts' optimisers compute, as one of mgpu."""
+        """What the parts' optimizers compute, as one of mgpu."""
         if rule is None:
             return None
         family, options = rule
@@ -187,7 +187,7 @@ class OwnRun(LiveRun):
 
     def _around(self, observed: base.Observed, names: list[str]
                 ) -> Callable[[], None]:
-        """What is called after an update of weights by their optimiser."""
+        """What is called after an update of weights by their optimizer."""
         if self.instead is None:
             return lambda: None
         before, last, instead = self.state(), dict(observed.rates), \

@@ -71,7 +71,7 @@ def describe_probe(writer: Writer, run: LiveRun, before: State, X: Any
 
 
 def known_optimizer(node: Mapping[str, Any]) -> Optimizer | None:
-    """The optimiser that a file names. Only those of mgpu are known."""
+    """The optimizer that a file names. Only those of mgpu are known."""
     known = {rule.__name__: rule for rules in optim.RULES.values()
              for rule in rules.values()}
     return known[node["name"]](**node["options"]) \

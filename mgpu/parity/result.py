@@ -119,7 +119,7 @@ class Result:
     plan : Plan
         How parameters were matched.
     sides : dict
-        "a" and "b": engine, network, devices, optimiser, ...
+        "a" and "b": engine, network, devices, optimizer, ...
     losses : dict
         "a" and "b": the mean loss of each step.
     settings : dict

@@ -26,7 +26,7 @@ Arrays = dict[str, np.ndarray]
 
 class State(NamedTuple):
     """What a step starts from: values by name (a running statistic has a
-    leading axis with one entry per device) and the optimiser's memory."""
+    leading axis with one entry per device) and the optimizer's memory."""
 
     values: Arrays
     optimizer: TrainerStates
@@ -41,7 +41,7 @@ class OwnStep(NamedTuple):
         Gradients as the backward pass left them, before the user's code or
         its parts changed them; on the scale of `StepResult.gradients`.
     scale : float
-        What the optimiser multiplied the gradients by.
+        What the optimizer multiplied the gradients by.
     loss_scale : float
         What the loss was multiplied by before the backward pass.
     predicted : list of str
@@ -54,7 +54,7 @@ class OwnStep(NamedTuple):
     scales : dict of str -> float
         `scale` by weight, where they are known to differ.
     passes : int
-        How many times an optimiser made an update. After the first one, what
+        How many times an optimizer made an update. After the first one, what
         follows starts from other weights.
     """
 
@@ -140,7 +140,7 @@ class UpdateRule(NamedTuple):
     lr_mult, wd_mult : dict of str -> float
         For every parameter of the network.
     order : list of str
-        The parameters in the order in which the optimiser gets them.
+        The parameters in the order in which the optimizer gets them.
     last_rate : callable
         ``last_rate(name, num_update)``: the rate with which update
         `num_update` moved a parameter, its multiplier included.
@@ -225,12 +225,12 @@ class Run(ABC):
 
     @abstractmethod
     def state(self) -> State:
-        """The values and the optimiser's memory now, as copies."""
+        """The values and the optimizer's memory now, as copies."""
 
     @abstractmethod
     def load(self, state: State, memory: bool = True) -> None:
         """Start from `state`. If the number of devices differs, each device
-        gets the mean of the statistics. ``memory=False`` leaves the optimiser
+        gets the mean of the statistics. ``memory=False`` leaves the optimizer
         as it is."""
 
     @abstractmethod
@@ -339,15 +339,15 @@ def _scaled(x: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _slot(state: State, name: str, slot: str, pair: Pair) -> np.ndarray:
-    """What the optimiser remembers of a parameter: zeros where it has not
+    """What the optimizer remembers of a parameter: zeros where it has not
     moved yet, as its partners have."""
     shape = state.values[name].shape
     value = state.optimizer.slots.get((name, slot), np.zeros(()))
     if pair.steps and value.ndim and value.shape != shape:
         raise ValueError(
-            "a parameter of another form has an optimiser whose memory has "
+            "a parameter of another form has an optimizer whose memory has "
             f"the parameter's shape; received {slot} {value.shape} of "
-            f"{name} {shape}. Use an optimiser of mgpu.")
+            f"{name} {shape}. Use an optimizer of mgpu.")
     return value if value.ndim else np.broadcast_to(value, shape)
 
 
@@ -370,7 +370,7 @@ def gradients_left(step: StepResult) -> Arrays:
 
 
 def norms_left(step: StepResult) -> list[float]:
-    """The norm of all of them, and of those that the optimiser gets, divided
+    """The norm of all of them, and of those that the optimizer gets, divided
     as it divides them."""
     return [float(np.sqrt(sum(float(np.vdot(g, g)) for g in own)))
             / step.divisor for left in [gradients_left(step)] for own in (

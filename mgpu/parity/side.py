@@ -39,12 +39,12 @@ class Side:
     step : callable, optional
         The user's own training step, as it stands: ``step(net)`` returns
         ``(step, parts)``, where ``step(x, y)`` takes one step on native
-        arrays, and may return the loss; `parts` are its optimisers,
+        arrays, and may return the loss; `parts` are its optimizers,
         schedules, loss scalers, averages of the weights (a network, or a
         dictionary by names of parameters), and dictionaries of what it
         carries from step to step. They are set to the same state on both
         sides before each step. One device; `loss` and the options of
-        optimisers are the step's own. Lock-step only.
+        optimizers are the step's own. Lock-step only.
     init, seed : optional
         As for `mgpu.initialize`. None keeps the network's own values, and
         draws Gluon's default where it has none.

@@ -42,7 +42,7 @@ def spilled(arrays: Mapping[_Key, np.ndarray]) -> dict[_Key, np.ndarray]:
 
 
 def spilled_state(state: State) -> State:
-    """A state whose values and optimiser's memory are `spilled`."""
+    """A state whose values and optimizer's memory are `spilled`."""
     memory = state.optimizer
     return State(spilled(state.values),
                  memory._replace(slots=spilled(memory.slots)))

@@ -103,7 +103,7 @@ batch_norm, native, dtype, dropout, seed, progress
     Notes
     -----
     A kept step holds the batch, the state before and after (values and the
-    optimiser's memory), gradients, outputs, losses and summaries of each
+    optimizer's memory), gradients, outputs, losses and summaries of each
     layer's calls, in the dtype of the comparison. Equal arrays are kept
     once. The network gets its values and dtype back.
     """
@@ -297,7 +297,7 @@ def compare_trace(file: Any, b: Any, *, loss: Callable | None = None,
     ----------
     file : path
         Of `record`. Nothing in it is executed: it names losses and
-        optimisers of mgpu, or none.
+        optimizers of mgpu, or none.
     b : network, function that makes one, or Side
     loss, optimizer, optimizer_params, semantics, devices, batch_norm
         Of `b`, if they are not to be those of the file. If the recorded side
@@ -364,7 +364,7 @@ def _check_trace(a: RecordedRun, side: Side) -> None:
     for what in ("loss", "optimizer"):
         if getattr(side, what) is None:
             raise ValueError(
-                "a file holds only losses and optimisers of mgpu; received "
+                "a file holds only losses and optimizers of mgpu; received "
                 f"a trace of {header['side'][what]['name']}. Pass {what}=.")
     count = side.devices if isinstance(side.devices, int) \
         else len(side.devices)

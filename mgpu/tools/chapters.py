@@ -283,7 +283,7 @@ def resnet18(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
              progress: bool = False, animator: Any = None) -> Run:
     """Train the book's ResNet-18 with `initialize`, `Trainer` and `train`.
 
-    A new network is initialised on all devices with Normal(`init_scale`) and
+    A new network is initialized on all devices with Normal(`init_scale`) and
     trained by SGD without momentum. Batch statistics are those of each
     device's own rows. All devices evaluate, outside the timed lap.
 

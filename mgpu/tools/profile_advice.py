@@ -41,7 +41,7 @@ _WHAT = {"dispatch": "issuing work takes the host",
          "copy": "copying the batch to the devices takes",
          "compute": "the host waits for forward and backward for",
          "reduce": "summing the gradients takes",
-         "update": "the optimiser's update takes",
+         "update": "the optimizer's update takes",
          "other": "what is outside of mgpu's stages takes"}
 _ADVICE = {
     "dispatch": "More devices will not help, because each adds work to "

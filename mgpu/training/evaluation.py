@@ -96,7 +96,7 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
     Parameters
     ----------
     net : Replicas, gluon.Block, torch.nn.Module, or list of callables
-        A Block runs on the contexts that it was initialised on; a list
+        A Block runs on the contexts that it was initialized on; a list
         holds one callable per entry of `devices`.
     data_iter : iterable of (X, y)
         Batches of any size, also smaller than the number of devices; or

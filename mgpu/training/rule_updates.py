@@ -99,7 +99,7 @@ class RuleUpdates(OptimizerObject):
         slots = rule.slots()
         if self._states and slots != self._slots:
             raise ValueError(
-                "an optimiser remembers the same things from its first update "
+                "an optimizer remembers the same things from its first update "
                 f"on; received {rule!r}, which needs {[*slots]}, where "
                 f"{[*self._slots]} are kept. Make a new Trainer.")
         self._options, self._slots = dict(vars(rule)), slots
@@ -141,7 +141,7 @@ class RuleUpdates(OptimizerObject):
             raise ValueError(
                 "states are loaded into as many groups of parameters as they "
                 f"are of; received those of {len(saved or ())} groups of an "
-                "optimiser object. Give the Trainer such an object.")
+                "optimizer object. Give the Trainer such an object.")
         return partial(self.set_learning_rate, rate)
 
 
@@ -159,7 +159,7 @@ def updates_of(replicas: Replicas, optimizer: Any, options: dict[str, Any],
             "step the schedule as in torch.")
     if isinstance(optimizer, type):
         raise TypeError(
-            "expected an optimiser's name, or an object; received the class "
+            "expected an optimizer's name, or an object; received the class "
             f"{optimizer.__qualname__}. Make an object of it.")
     is_rule = isinstance(optimizer, Optimizer)
     known = None if is_rule or isinstance(optimizer, str) \
@@ -167,14 +167,14 @@ def updates_of(replicas: Replicas, optimizer: Any, options: dict[str, Any],
     own = None if known is None else known.optimizer(
         optimizer, replicas.network)
     if options and (is_rule or own is not None):
-        raise ValueError("optimizer_params go with an optimiser's name; "
+        raise ValueError("optimizer_params go with an optimizer's name; "
                          f"received {sorted(options)} with an Optimizer "
                          "object.")
     if len(schedules) > 1 or schedules and own is not None and (
             own.schedule is not None or not own.takes_schedule):
         raise ValueError(
             "expected one lr_scheduler; received one as an argument and one "
-            "in optimizer_params or in the optimiser object, whose groups "
+            "in optimizer_params or in the optimizer object, whose groups "
             "may have its rates. Give one of them; step a schedule of "
             "torch's as in torch.")
     if own is not None:
@@ -192,7 +192,7 @@ def updates_of(replicas: Replicas, optimizer: Any, options: dict[str, Any],
             replaces = replaces_base_lr(optimizer.family, replaces)
     if hasattr(schedule, "base_lr"):
         # Gluon: a rate that was given replaces the schedule's own, and so
-        # does the default rate of some optimisers.
+        # does the default rate of some optimizers.
         if replaces:
             schedule.base_lr = optimizer.learning_rate
         else:

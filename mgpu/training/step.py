@@ -31,7 +31,7 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     """One step: split, all forwards, all backwards, all-reduce, update.
 
     The loss is called once, with the outputs and labels of all devices joined
-    on the first one. What it returns is minimised as the framework alone
+    on the first one. What it returns is minimized as the framework alone
     would: values for each example by their mean, one number as it stands.
 
     Parameters

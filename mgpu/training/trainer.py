@@ -58,7 +58,7 @@ class Trainer(Hints):
         updates a network of either engine (torch's arrays are copied to
         MXNet and back).
     optimizer_params : dict, optional
-        Options of the optimiser under Gluon's names (``learning_rate``,
+        Options of the optimizer under Gluon's names (``learning_rate``,
         ``wd``, ``momentum``, ``clip_gradient``, ...), under torch's with
         ``semantics="torch"``. ``lr_scheduler`` may stand here too, and of
         Gluon's ``rescale_grad``, which multiplies the gradients, and
@@ -116,7 +116,7 @@ class Trainer(Hints):
     Raises
     ------
     ValueError
-        An unknown optimiser, option or parameter name.
+        An unknown optimizer, option or parameter name.
     TypeError
         `replicas` did not come from `initialize`, or an option of another
         type.
@@ -160,7 +160,7 @@ class Trainer(Hints):
         moved = self.updates.names()
         if None not in (self._names, moved) and self._names != moved:
             raise ValueError(
-                "a Trainer moves what is in the groups of its optimiser "
+                "a Trainer moves what is in the groups of its optimizer "
                 f"object; received {len(self._names or ())} parameters "
                 "besides, which are not those. Pass the replicas.")
         self.update_order = ()
@@ -183,7 +183,7 @@ class Trainer(Hints):
         own = self.updates
         return {
             "learning rate": self.rate(self.num_update + 1), **{
-                f"options of group {i} of the optimiser": {
+                f"options of group {i} of the optimizer": {
                     "names": sorted(names or ()), "formula": family
                     or type(own.object).__qualname__,
                     **{name: repr(x) for name, x in options.items()}}
@@ -265,7 +265,7 @@ class Trainer(Hints):
         """Use `lr` from the next step on. ValueError under a schedule, which
         would replace it, for groups with different rates, or for a negative
         or non-finite rate; TypeError for what is not a number. A schedule of
-        torch's goes on from what it finds in its optimiser's groups."""
+        torch's goes on from what it finds in its optimizer's groups."""
         if self.lr_scheduler is not None:
             raise ValueError("the learning rate follows the trainer's "
                              f"lr_scheduler; received {lr!r}. Change the "
@@ -357,7 +357,7 @@ class Trainer(Hints):
         clip_norm : float, optional
             The largest norm of the gradients divided by all rows and by the
             `loss_scale`. The factor is that of `clip_global_norm`;
-            with an optimiser of torch's semantics that of torch's
+            with an optimizer of torch's semantics that of torch's
             ``clip_grad_norm_``, ``clip_norm / (norm + 1e-6)`` where that is
             below 1.
 
@@ -700,7 +700,7 @@ class Trainer(Hints):
     # -- states -------------------------------------------------------------
 
     def save_states(self, fname: FilePath) -> None:
-        """Write the optimiser's state to `fname` (safetensors with digests,
+        """Write the optimizer's state to `fname` (safetensors with digests,
         no pickle), whole or not at all. The same file loads on either engine
         and any number of devices. Weights are not in it: see
         `Replicas.export_numpy`, and `mgpu.save_checkpoint` for all in one
@@ -711,7 +711,7 @@ class Trainer(Hints):
         """Read what `save_states` wrote, onto all devices.
 
         The trainer keeps its own options, multipliers and schedule; into the
-        groups of an optimiser object of torch's go all options of the file,
+        groups of an optimizer object of torch's go all options of the file,
         as in torch. The
         learning rate is that of the file, and so is a dynamic loss scale
         where both have one, and what a schedule of the same class and
@@ -720,7 +720,7 @@ class Trainer(Hints):
         Raises
         ------
         ValueError
-            The file holds no states, those of another optimiser, or states
+            The file holds no states, those of another optimizer, or states
             that do not fit the network's parameters; all differences are
             listed and nothing has changed.
         OSError
@@ -730,7 +730,7 @@ class Trainer(Hints):
         self.fit_states(trainer_states.read(fname), repr(os.fspath(fname)))()
 
     def export_states(self) -> TrainerStates:
-        """The optimiser's state as NumPy copies, whatever the engine and the
+        """The optimizer's state as NumPy copies, whatever the engine and the
         number of devices. Waits for pending updates."""
         scale, own = self._loss_scale, self.updates
         slots, counts = own.memory()

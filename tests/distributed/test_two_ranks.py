@@ -72,7 +72,7 @@ EXPECTED = {
         "WorkerFailed: rank 1 failed .*OSError: no such rate",
         "OSError: no such rate"),
     "multiplier": "ModelMismatch: .*wd_mult and grad_req 0.weight",
-    "group": "ModelMismatch: .*options of group . of the optimiser wd",
+    "group": "ModelMismatch: .*options of group . of the optimizer wd",
     "frozen": "ModelMismatch: .*'write' on rank 0 and 'null' on rank 1",
     "clip_norm": "ModelMismatch: .*clip_norm 0.002 on rank 0 and 0.001 on",
     "gradient": "ModelMismatch: .*summed gradient 0.weight",

@@ -1,7 +1,7 @@
 """Ctrl-C at random moments of a training: ``python -m
 tests.generated.interrupts --count 1000``.
 
-After each, the replicas are equal, and weights, the optimiser's slots and its
+After each, the replicas are equal, and weights, the optimizer's slots and its
 counts belong to the same step of a training that nobody interrupts. Then the
 training goes on from there. Half of the steps are `train_batch`; of the
 others, which are taken by hand, some are tried again at once.

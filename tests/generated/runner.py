@@ -241,7 +241,7 @@ class Run:
 
     def _try(self, action) -> bool:
         """Act; False where the program ends. A checkpoint may be refused in
-        its pass: for good around synchronised batch norm, or until the next
+        its pass: for good around synchronized batch norm, or until the next
         try."""
         try:
             if action == self._set_up:

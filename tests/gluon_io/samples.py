@@ -332,7 +332,7 @@ def _lstm(mx):
 
 
 def _mixer(mx):
-    """In numpy mode: attention without a library, and a normalised sum."""
+    """In numpy mode: attention without a library, and a normalized sum."""
     nn, npx = mx.gluon.nn, mx.npx
 
     class Mixer(mx.gluon.HybridBlock):
@@ -356,7 +356,7 @@ def _mixer(mx):
     return Mixer(prefix="mixer_")
 
 
-#: how a network is made, the shape of its input, its optimiser as in
+#: how a network is made, the shape of its input, its optimizer as in
 #: `trainings`, and other options
 NETWORKS = {
     "resnet": (_resnet, (4, 3, 8, 8), "sgd-momentum", {}),

@@ -126,7 +126,7 @@ def _zip_of(path, name):
         archive.writestr(name, "pt2")
 
 
-@pytest.mark.skipif("mxnet" not in BACKENDS, reason="pickles its optimiser")
+@pytest.mark.skipif("mxnet" not in BACKENDS, reason="pickles its optimizer")
 def test_update_counts_of_another_type_are_refused(tmp_path):
     file = tmp_path / "x.states"
     with mgpu.using_backend("mxnet"):
@@ -710,7 +710,7 @@ with ag.pause():
 net = gluon.model_zoo.vision.get_model("resnet18_v1")
 '''
 TOPICS = {6: "a device, devices", 7: "first weights", 8: "compile",
-          9: "not trained", 10: "optimiser",
+          9: "not trained", 10: "optimizer",
           11: "key-value store, parameters", 12: "record",
           13: "split a batch", 14: "metric", 15: "wait", 16: "data, loss",
           17: "first weights", 18: "to a device", 19: "rate",
@@ -728,7 +728,7 @@ def test_lint_finds_the_topics_of_each_line(tmp_path):
     assert {n: ", ".join(sorted(x)) for n, x in found.items()} == TOPICS
     printed = command("lint", file).output
     assert "10: trainer = gluon.Trainer(" in printed
-    assert 'see the row "optimiser" in the guide' in printed
+    assert 'see the row "optimizer" in the guide' in printed
     assert "mgpu: mgpu.split_and_load(x, ctx)" in printed
     assert "torch: x.chunk(len(ctx))" in printed
 

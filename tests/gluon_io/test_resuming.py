@@ -1,4 +1,4 @@
-"""Trainings of Gluon that mgpu resumes: every optimiser, on devices, and
+"""Trainings of Gluon that mgpu resumes: every optimizer, on devices, and
 schedules."""
 import itertools
 
@@ -158,7 +158,7 @@ def test_nadam_on_devices_in_turn_is_refused(training):
         go_on(files)
 
 
-#: of a schedule; the optimiser, its options, and steps before the files
+#: of a schedule; the optimizer, its options, and steps before the files
 SCHEDULES = [
     ("FactorScheduler", {"step": 2}, "sgd", {"learning_rate": 0.25}, 3),
     ("FactorScheduler", {"step": 1, "warmup_steps": 6}, "sgd", {}, 3),
@@ -266,7 +266,7 @@ def test_what_does_not_fit_is_refused(golden, edit, error, match):
 @on_torch
 @pytest.mark.parametrize("options, match", [
     ({"optimizer": "adam"}, "Leave optimizer= out"),
-    ({"optimizer_params": {"wd": 1.0}}, "go with an optimiser's name"),
+    ({"optimizer_params": {"wd": 1.0}}, "go with an optimizer's name"),
     ({"order": "natural"}, "order is 'sorted'"),
     ({"order": ["conv0.weight"] * 5}, "with a name twice"),
     ({"order": list("abcdefgh")}, "in the graph, whose names are as 'net_"),

@@ -10,7 +10,7 @@ from helpers import relative_difference
 from .trainings import difference, live, on_mxnet, schedule_of
 
 CROSS = mgpu.losses.SoftmaxCrossEntropyLoss()
-#: of the optimiser of a `module`
+#: of the optimizer of a `module`
 OPTIONS = {"learning_rate": 0.125, "momentum": 0.5, "wd": 2 ** -6}
 
 
@@ -134,7 +134,7 @@ def test_multipliers_of_a_module(tmp_path, of_object):
     made = module(tmp_path, of_object=of_object)
     off, notes = goes_on(made, optimizer_params=OPTIONS)
     assert (off < 1e-10) != of_object
-    assert [x for x in notes if "wd_mult as Module gives it to an optimiser "
+    assert [x for x in notes if "wd_mult as Module gives it to an optimizer "
             "by name; if it had an object, pass wd_mult= with 1" in x]
     assert [x for x in notes if "rescale_grad is one over the rows" in x]
     given = dict.fromkeys(("fc1_bias", "fc2.bias"), float(of_object))
@@ -179,7 +179,7 @@ def test_a_module_whose_devices_differ_is_refused(tmp_path):
                        "with kvstore=None"):
         goes_on(made, optimizer_params={"momentum": 0.5})
     with mgpu.using_backend("torch"), pytest.raises(
-            ValueError, match="without an optimiser"):
+            ValueError, match="without an optimizer"):
         mgpu.resume_from_gluon(*made[-1], [mgpu.cpu(0)])
 
 
@@ -187,7 +187,7 @@ def test_a_module_whose_devices_differ_is_refused(tmp_path):
 @pytest.mark.parametrize("optimizer, options", [
     ("sgd", {"learning_rate": 0.25}), ("sgd", {}), ("adam", {})])
 def test_options_of_a_module_as_they_were(tmp_path, optimizer, options):
-    """Its schedule's rate is that of the optimiser, which MXNet gives to
+    """Its schedule's rate is that of the optimizer, which MXNet gives to
     adam where nobody has."""
     given = {"rescale_grad": 2 ** -5, "wd": 2 ** -6, "multi_precision": True,
              **options}

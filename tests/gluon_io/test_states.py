@@ -204,7 +204,7 @@ def test_modules_in_a_pickle_are_not_imported(path):
     found = loaded(data.replace(b"\n\x86", b"\n)\x81\x86"), path)
     assert found.optimizer.kind == "this.anything"
     assert "this" not in sys.modules
-    with pytest.raises(UnreadableParams, match="the optimiser is no object"):
+    with pytest.raises(UnreadableParams, match="the optimizer is no object"):
         loaded(data, path)
 
 

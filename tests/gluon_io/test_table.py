@@ -84,7 +84,7 @@ arrays = [p.grad() for p in net.collect_params().values()]
 <gradient norm>
 trainer.update(batch_size)
 """, "mgpu": """
-trainer = <optimiser>
+trainer = <optimizer>
 loss = <loss>
 shards, labels = mgpu.split_batch(X.astype("f"), Y, devices)
 with mgpu.record():
@@ -94,7 +94,7 @@ with mgpu.record():
 <gradient norm>
 <gradient norm:2>
 """, "torch": """
-optimizer = <optimiser>
+optimizer = <optimizer>
 loss = (<loss>)(net(torch.tensor(X).float()), torch.tensor(Y))
 <backward>
 <gradient norm>
@@ -112,7 +112,7 @@ name, factor = "nag", 0.5
 schedule = <rate>
 options = {"learning_rate": 0.1, "wd": 0.1, "momentum": 0.9,
            "lr_scheduler": schedule}
-trainer = <another optimiser>
+trainer = <another optimizer>
 loss = <loss>
 X = nd.array(X)
 for k in range(5):
@@ -133,7 +133,7 @@ schedule = <rate>
 schedule.base_lr = 0.1
 name, options = "nag", {"learning_rate": 0.1, "wd": 0.1, "momentum": 0.9,
                          "lr_scheduler": schedule}
-trainer = <another optimiser>
+trainer = <another optimizer>
 factor = 0.25
 multiplied = [<multipliers of the rate>, <multipliers of the decay>]
 trainer = mgpu.Trainer(replicas, name, options, lr_mult=multiplied[0],
@@ -231,8 +231,8 @@ out["again"] = block(nd.array(X)).asnumpy()
 trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
 file = folder + "/gluon.states"
 trainer._init_kvstore()
-<save the optimiser>
-<the optimiser from a file>
+<save the optimizer>
+<the optimizer from a file>
 out["rate"] = trainer.learning_rate
 """, "mgpu": """
 file = folder + "/mgpu.npz"
@@ -244,8 +244,8 @@ out["predicted"] = np.concatenate([mgpu.to_numpy(y) for y in replicas(
 out["again"] = out["predicted"]
 trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 1})
 file = folder + "/mgpu.states"
-<save the optimiser>
-<the optimiser from a file>
+<save the optimizer>
+<the optimizer from a file>
 out["rate"] = trainer.learning_rate
 <on other devices>
 """, "torch": """
@@ -259,8 +259,8 @@ file = folder + "/torch.pt2"
 out["again"] = (<a network from files>)(X).detach().numpy()
 optimizer = torch.optim.SGD(net.parameters(), lr=1)
 file = folder + "/optimizer.pt"
-<save the optimiser>
-<the optimiser from a file>
+<save the optimizer>
+<the optimizer from a file>
 out["rate"] = optimizer.param_groups[0]["lr"]
 <on other devices>
 """}}

@@ -203,7 +203,7 @@ class Training:
                 self.trainer._updaters if store is None
                 else [store._updater], self.contexts):
             for i, p in enumerate(self.trainer._params):
-                # MXNet makes those of some optimisers in float32, and then
+                # MXNet makes those of some optimizers in float32, and then
                 # cannot update a float64 parameter.
                 if p.grad_req != "null":
                     updater.states[i] = self.cast(

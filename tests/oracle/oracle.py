@@ -440,7 +440,7 @@ class Network:
 
     `layers` are (function, names of its parameters[, options]); `values`
     its parameters and, named after the batch-norm layer, ``running_mean``
-    and ``running_var``. The policies of batch normalisation: statistics per
+    and ``running_var``. The policies of batch normalization: statistics per
     device; those, averaged over the devices after each step; of all rows.
     """
 

@@ -1,4 +1,4 @@
-"""No formula is left out: each rule, loss, initialiser, schedule, policy,
+"""No formula is left out: each rule, loss, initializer, schedule, policy,
 strategy and function of `mgpu` is covered by a test of this folder, or stands
 below with the test that has its numbers."""
 import glob

@@ -212,7 +212,7 @@ def test_fans(shape):
 
 
 def test_the_default_is_gluons(devices):
-    """No initialiser: uniform within 0.07, biases zero; as in Gluon."""
+    """No initializer: uniform within 0.07, biases zero; as in Gluon."""
     agree(lambda backend: split_state(mgpu.initialize(
         mlp(backend), devices, "uniform", dtype="float64"))[0], {
         "0.weight": oracle.drawn("uniform", (5, 6), 0, 0),

@@ -1,5 +1,5 @@
 """Whole steps of training against networks written out in NumPy: a
-multi-layer perceptron through `train_batch` and `train`, batch normalisation
+multi-layer perceptron through `train_batch` and `train`, batch normalization
 under its three policies, and the book's LeNet from scratch."""
 import numpy as np
 import pytest
@@ -133,7 +133,7 @@ def test_train(devices):
     agree(run, [history, history, [total, 18.0]], LOCKSTEP)
 
 
-# -- batch normalisation ------------------------------------------------------
+# -- batch normalization ------------------------------------------------------
 
 def dense_batch_norm(backend):
     """Dense, batch norm over (n, c), ReLU, dense."""

@@ -1,4 +1,4 @@
-"""Every optimiser with both meanings, and every schedule, through `Trainer`.
+"""Every optimizer with both meanings, and every schedule, through `Trainer`.
 
 Six steps from given gradients, whose sums over devices are exact in float64
 (multiples of 2^-20 of their scale), so that the order of addition and the

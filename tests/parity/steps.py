@@ -49,7 +49,7 @@ def torch_step(optimizer="SGD", clip=None, schedule=None, before=False,
                **options):
     """A plain loop of PyTorch.
 
-    `schedule` makes a scheduler, which moves ``before`` the optimiser or
+    `schedule` makes a scheduler, which moves ``before`` the optimizer or
     after it; `scaler`: the loss scale of a `GradScaler`; `parts`: how many
     backward passes a step has; `call`: of the network; ``clipped(net)``: the
     part whose gradients are clipped; ``optimizers(net)``: in the place of one

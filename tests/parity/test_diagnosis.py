@@ -180,7 +180,7 @@ def test_what_is_made_of_other_functions_is_not_at_fault():
             "c": nn.Linear(5, 3)}, on_torch)
     result = compared(right, port(1e-5, 1e-3), ROWS, {})
     assert result.location["b"]["path"] == "n", result
-    assert result.causes[0].name == "normalisation epsilon"
+    assert result.causes[0].name == "normalization epsilon"
     assert result.further == [], result
     result = compared(right, port(1e-3, 1e-3), ROWS, {})
     assert result.location["b"]["path"] == "m", result
@@ -265,7 +265,7 @@ def test_faults_behind_the_first_are_found(right, swapped, devices):
         *sides[::-1 if swapped else 1], batches=data, devices=len(devices),
         optimizer_params={"learning_rate": 0.125, "wd": 0.25})
     assert [c.name for c in result.causes] == [
-        "normalisation epsilon", "optimizer options"], result
+        "normalization epsilon", "optimizer options"], result
     assert [c.name for f in result.further for c in f["causes"][:1]] == [
         "kind of pooling", "activation", "activation", "constant factor",
         "label smoothing"], result
@@ -313,7 +313,7 @@ def test_the_float32_of_mxnet_is_no_further_fault():
         nn.Linear(6, 6), nn.BatchNorm1d(6, eps=1e-3), nn.LeakyReLU(0.3),
         nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 3)])
     result = parity.compare(two, one, batches=ROWS)
-    assert result.causes[0].name == "normalisation epsilon"
+    assert result.causes[0].name == "normalization epsilon"
     assert result.further == [], result
 
 

@@ -74,7 +74,7 @@ def float32_softmax():
 
 def native_gluon(optimizer, gradients, weight, dtype="float32", rates=(),
                  **options):
-    """Weights after updates by MXNet's own optimiser (those written in
+    """Weights after updates by MXNet's own optimizer (those written in
     Python take float32 alone), with these rates one after the other."""
     rule = mx.optimizer.create(optimizer, **options)
     update = mx.optimizer.get_updater(rule)

@@ -287,7 +287,7 @@ def test_the_search_goes_on_past_float32():
     assert result.verdict == "different"
     assert [f["function"] for f in result.float32] == ["leaky_relu"]
     assert result.location["b"]["path"] == "6"
-    assert result.causes[0].name == "normalisation epsilon"
+    assert result.causes[0].name == "normalization epsilon"
     assert "LeakyReLU" in str(result)
 
 

@@ -33,7 +33,7 @@ def by_path(report):
 
 # -- exact --------------------------------------------------------------------
 
-def test_synchronised_training_is_that_of_one_device(backend):
+def test_synchronized_training_is_that_of_one_device(backend):
     """Uneven rows; fewer rows than devices; masks follow the rows."""
     report = parity.invariance(
         lambda: network(backend), batches=batches(11, 3),

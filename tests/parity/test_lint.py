@@ -106,9 +106,9 @@ TRAINING = {
         {"optimizer": "nag", "optimizer_params": {"momentum": 0.9,
                                                   "wd": 0.1}},
         "no such term", {"optimizer_params": {"momentum": 0.9, "wd": 0.1}}),
-    "epsilon of the optimiser": (
+    "epsilon of the optimizer": (
         {"optimizer": "adam"}, "31.6 times", {"optimizer": "sgd"}),
-    "options of the optimiser": (
+    "options of the optimizer": (
         {"optimizer": "rmsprop"}, "alpha=0.9", {"optimizer": "adam"}),
     "weight decay": (
         {"optimizer": "adam", "optimizer_params": {"wd": 0.1}}, "AdamW",
@@ -150,7 +150,7 @@ def test_findings_of_relu_and_of_rounded_up_pooling():
     assert lint(layers(lambda nn: nn.Activation("relu"))) == []
 
 
-def test_findings_of_optimisers():
+def test_findings_of_optimizers():
     """Of these, sgd and nag alone have the options and defaults of torch."""
     net = layers(lambda nn: nn.Activation("relu"))
     for optimizer in ("sgd", "nag", "adam", "adamw", "adamax", "nadam",

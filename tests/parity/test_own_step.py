@@ -88,7 +88,7 @@ def test_one_side_may_be_mgpus(devices):
         assert result.same, result
 
 
-def test_a_loop_equals_itself_with_whatever_optimiser():
+def test_a_loop_equals_itself_with_whatever_optimizer():
     for optimizer in ("Adamax", "NAdam", "RMSprop", "Adagrad", "Adadelta",
                       "AdamW", "RAdam", "Rprop"):
         step = torch_step(optimizer, lr=0.01)
@@ -110,7 +110,7 @@ def tokens(words, length, shape, classes):
             for _ in range(5)]
 
 
-MOMENTUM, SINGLE, CLIPPING = "momentum:", "MXNet's optimisers", "clipping"
+MOMENTUM, SINGLE, CLIPPING = "momentum:", "MXNet's optimizers", "clipping"
 STATISTICS = "batch norm: PyTorch", "batch norm: MXNet"
 #: both networks and both steps, batches, and how the formulas begin
 SCRIPTS = {
@@ -331,7 +331,7 @@ def test_a_wrong_rate_is_no_fault_of_clipping(clip, stage, name):
         assert result.causes[0].name == name, result
 
 
-# -- several optimisers, one after the other ----------------------------------
+# -- several optimizers, one after the other ----------------------------------
 
 #: of 6 rows: float32 holds no sixth
 SIXES = [(rng.normal(size=(6, 3)), rng.normal(size=(6, 4)))
@@ -431,9 +431,9 @@ ADVERSARIES = {
 @pytest.mark.parametrize("name, swapped", in_turn(ADVERSARIES))
 def test_what_follows_an_update_in_a_step_is_explained_by_its_formula(
         name, swapped, whole):
-    """The second loss is taken with weights that the first optimiser has
+    """The second loss is taken with weights that the first optimizer has
     moved; PyTorch adds its gradients to those of the first, Gluon writes over
-    them, and both are read when their optimiser gets them."""
+    them, and both are read when their optimizer gets them."""
     one, two, options_a, options_b, words = ADVERSARIES[name]
     result = compare_pairs(
         (adversaries_gluon, adversaries_step_gluon(one, whole, **options_a)),
@@ -463,7 +463,7 @@ def test_a_formula_of_an_update_hides_no_fault_of_a_step(fault):
         assert result.verdict == "different", (which, result)
 
 
-# -- weights that no optimiser has --------------------------------------------
+# -- weights that no optimizer has --------------------------------------------
 
 HEAD = (gluon(lambda nn: [nn.Dense(4, activation="tanh", in_units=5),
                           nn.Dense(3, in_units=4)]),
@@ -821,7 +821,7 @@ def another(net):
      TypeError, "missing 1 required.*'state'"),
     (B, torch_step(optimizers=outside), ValueError, "1 weights that are not"),
     (B, torch_step(optimizers=another), TypeError, "received Bilinear")],
-    ids=["dropout of a layer", "a state", "outside", "no optimiser"])
+    ids=["dropout of a layer", "a state", "outside", "no optimizer"])
 def test_what_an_own_step_cannot_have_is_refused(net, step, error, words):
     before = net() if net is B else net
     with pytest.raises(error, match=words):

@@ -83,7 +83,7 @@ from nets import conv_torch as port
 result = parity.compare_trace({golden!r}, port)
 wrong = parity.compare_trace({golden!r}, lambda: port(1e-3))
 assert result.same and result.plan.confirmed, str(result)
-assert wrong.causes[0].name == "normalisation epsilon", str(wrong)
+assert wrong.causes[0].name == "normalization epsilon", str(wrong)
 print(max(g.relative for g in result.gaps))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True,
@@ -272,7 +272,7 @@ def test_another_number_of_devices(golden):
                                 devices=devices)
 
 
-def test_a_file_names_nothing_but_losses_and_optimisers():
+def test_a_file_names_nothing_but_losses_and_optimizers():
     assert recorded.known_loss({"name": "copy", "options": {}}) is None
     assert recorded.known_loss({"name": "__builtins__", "options": {}}) is None
     assert recorded.known_optimizer({"name": "fields", "options": {}}) is None

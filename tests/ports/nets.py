@@ -372,7 +372,7 @@ def inception(rng: random.Random) -> Task:
 
 @family
 def transformer(rng: random.Random) -> Task:
-    """A block that normalises first."""
+    """A block that normalizes first."""
     length, width = rng.randint(3, 5), 6
     b = Builder(rng, width)
     start = b.dense(width, flatten=False)

@@ -79,7 +79,7 @@ def test_only_biases_that_no_batch_norm_follows_act_in_training(quick):
     found = quick[0]["exact"]["biases"]
     before, random = (found[name]["training, relative to zero"] for name in
                       ("random before a batch norm", "random"))
-    # 1e-9: float64 rounding, amplified by twenty normalisations
+    # 1e-9: float64 rounding, amplified by twenty normalizations
     assert before < 1e-9 < 1e-3 < random
     assert found["zero"]["prediction"]["largest"] < 1e-4 < \
         found["random"]["prediction"]["largest"]

@@ -41,7 +41,7 @@ def value_of(parameter: Any) -> Any:
     """The array on the first context, or None before there is one."""
     try:
         return all_stored(parameter)[0]
-    except RuntimeError:        # not initialised, or deferred
+    except RuntimeError:        # not initialized, or deferred
         return None
 
 
@@ -55,7 +55,7 @@ def shape_of(parameter: Any) -> tuple[int, ...] | None:
 
 
 def own_init(parameter: Any) -> tuple[Any, dict[str, Any]] | None:
-    """The layer's own initialiser as (name, options); an object of a user's
+    """The layer's own initializer as (name, options); an object of a user's
     class, also of a registered one that is named, in the place of the name."""
     init = parameter.init
     if init is None:

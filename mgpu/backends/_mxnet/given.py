@@ -172,7 +172,7 @@ class MXNetDraws(base.GivenInitializer):
                        if before.get(key, "") != value]
             if changed:
                 raise ValueError(
-                    "an initialiser gives a weight by its name and shape, and "
+                    "an initializer gives a weight by its name and shape, and "
                     f"remembers nothing; received {type(x).__name__}, whose "
                     f"call changes {changed}. Draw from mx.nd.random, or from "
                     "NumPy's or Python's own stream, which are seeded anew "
@@ -185,7 +185,7 @@ class MXNetDraws(base.GivenInitializer):
 
 
 class MXNetGiven(base.Given):
-    """Optimisers and initialisers of MXNet."""
+    """Optimizers and initializers of MXNet."""
 
     def optimizer(self, x: Any, network: base.Network
                   ) -> base.OptimizerObject | None:
@@ -196,7 +196,7 @@ class MXNetGiven(base.Given):
             tuple[re.Pattern[str], Any]] | None:
         if isinstance(x, mx.init.Load):
             raise ValueError(
-                "an initialiser draws weights, and Gluon's initialize takes "
+                "an initializer draws weights, and Gluon's initialize takes "
                 "no mx.init.Load either; received one. Call Replicas."
                 "load_parameters(file), or Replicas.import_numpy, after "
                 "mgpu.initialize.")

@@ -325,7 +325,7 @@ class MXNetNetwork(NetworkLayers):
 
 
 class _Drawn(mx.init.Initializer):
-    """An initialiser for one parameter: a function of its shape."""
+    """An initializer for one parameter: a function of its shape."""
 
     def __init__(self, draw: Callable[[tuple[int, ...]], np.ndarray]):
         super().__init__()

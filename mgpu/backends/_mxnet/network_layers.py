@@ -166,11 +166,11 @@ class NetworkLayers(base.Network):
             yield
 
     @contextlib.contextmanager
-    def use_batch_norm(self, normalise, run) -> Iterator[None]:
+    def use_batch_norm(self, normalize, run) -> Iterator[None]:
         plain = mx.gluon.nn.BatchNorm
         if any(not isinstance(block, plain) for block in hybridized(self.net)):
             raise ValueError(
-                "synchronised batch normalisation needs the layers of the "
+                "synchronized batch normalization needs the layers of the "
                 "network one by one; received a hybridized network. Call "
                 "net.hybridize(False) first.")
         # A layer with use_global_stats predicts in training too.
@@ -189,7 +189,7 @@ class NetworkLayers(base.Network):
             gamma, beta, mean, var = (p.data(x.ctx) for p in (
                 layer.gamma, layer.beta, layer.running_mean,
                 layer.running_var))
-            y = normalise(base.BatchNormCall(
+            y = normalize(base.BatchNormCall(
                 x, None if kwargs["fix_gamma"] else gamma, beta, mean, var,
                 kwargs["eps"], float(np.float32(kwargs["momentum"])),
                 kwargs["axis"], path), self.index(x))

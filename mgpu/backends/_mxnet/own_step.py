@@ -252,7 +252,7 @@ class _Updater:
                 if grads[0].dtype != np.float64:
                     raise
                 raise ValueError(
-                    "an optimiser that takes float64 is compared in float64; "
+                    "an optimizer that takes float64 is compared in float64; "
                     f"received {type(optimizer).__name__} of MXNet, which "
                     "does not. Compare with dtype='float32'.") from error
         # AdaDelta has no rate.
@@ -381,7 +381,7 @@ def _kept_trainer(trainer: Any, memory: bool) -> Callable[[], None]:
 
 
 def _rule(optimizer: Any) -> tuple[str, dict[str, Any]] | None:
-    """What an optimiser of Gluon computes: see `OwnParts`."""
+    """What an optimizer of Gluon computes: see `OwnParts`."""
     family = FAMILIES.get(type(optimizer))
     return None if family is None else (family, {
         OPTIONS.get(k, k): v for k, v in vars(optimizer).items()

@@ -37,7 +37,7 @@ def check_joined(net: nn.Module) -> None:
 
 
 class NoFunctionalBatchNorm(TorchFunctionMode):
-    """Inside, layers of the user's own do not normalise by the rows of one
+    """Inside, layers of the user's own do not normalize by the rows of one
     device."""
 
     def __torch_function__(self, function: Any, types: Any,
@@ -84,7 +84,7 @@ def _in_training(layer: nn.Module, forward: Forward) -> Forward:
 def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
     """A training pass as Gluon computes it on a CPU.
 
-    It normalises with the batch's biased variance, and keeps that same
+    It normalizes with the batch's biased variance, and keeps that same
     variance (torch keeps the unbiased one). Source: MXNet 1.9.1,
     ``src/operator/nn/batch_norm.cc``.
     """
@@ -149,14 +149,14 @@ def batch_norm_call(layer: nn.Module, x: Any, path: str, keep: bool
 
 
 def batch_norm_forward(layer: nn.Module, path: str,
-                       normalise: base.Normalise, index: int,
+                       normalize: base.Normalize, index: int,
                        keeps: Callable[[], bool]) -> Forward:
-    """A ``forward`` for `layer` that computes by `normalise`, and updates the
+    """A ``forward`` for `layer` that computes by `normalize`, and updates the
     running statistics if ``keeps()``."""
     def forward(x: Any) -> Any:
         keep = torch.is_grad_enabled() \
             if torch.compiler.is_dynamo_compiling() else keeps()
-        return normalise(batch_norm_call(layer, x, path, keep), index)
+        return normalize(batch_norm_call(layer, x, path, keep), index)
     return _in_training(layer, forward)
 
 

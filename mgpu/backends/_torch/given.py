@@ -28,7 +28,7 @@ class TorchOptimizer(base.OptimizerObject):
         self._network = network
         if not self.names():
             raise ValueError(
-                "a Trainer's optimiser has parameters of its network, "
+                "a Trainer's optimizer has parameters of its network, "
                 f"{type(network.net).__name__}; received a {_name(x)} that "
                 "has none of them. Make it from replicas.net.parameters(), "
                 "or pass its name, with semantics='torch'.")
@@ -88,7 +88,7 @@ class TorchOptimizer(base.OptimizerObject):
         groups = self.object.param_groups
         if len({float(group["lr"]) for group in groups}) > 1:
             raise ValueError(
-                "the groups of this optimiser object have rates of their own;"
+                "the groups of this optimizer object have rates of their own;"
                 f" received one rate, {rate!r}. Write to its param_groups: "
                 "for group in optimizer.param_groups: group['lr'] = ...")
         _write(self.object, [{"lr": rate}] * len(groups))
@@ -180,7 +180,7 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PyTorchGiven(base.Given):
-    """Optimisers and initialisers of PyTorch."""
+    """Optimizers and initializers of PyTorch."""
 
     def optimizer(self, x: Any, network: base.Network
                   ) -> base.OptimizerObject | None:

@@ -44,14 +44,14 @@ class GluonBatchNorm(_GluonArithmetic, nn.BatchNorm2d):
 
     def _check_input_dim(self, input: Any) -> None:
         if input.dim() < 2:
-            raise ValueError("batch normalisation needs 2 axes or more; "
+            raise ValueError("batch normalization needs 2 axes or more; "
                              f"received an input of shape "
                              f"{tuple(input.shape)}.")
 
 
 class GluonBatchNormOf(GluonBatchNorm):
     """Over any axis, also with statistics that training leaves as they are
-    and normalises by (Gluon's ``use_global_stats``)."""
+    and normalizes by (Gluon's ``use_global_stats``)."""
 
     def __init__(self, num_features: int, eps: float = 1e-3,
                  momentum: float = 0.1, axis: int = 1, moves: bool = True
@@ -69,7 +69,7 @@ class GluonBatchNormOf(GluonBatchNorm):
 
 
 def has_fixed_statistics(layer: nn.Module) -> bool:
-    """Whether it normalises by running statistics in training too."""
+    """Whether it normalizes by running statistics in training too."""
     return isinstance(layer, GluonBatchNormOf) and not layer.moves
 
 

@@ -68,7 +68,7 @@ def initializer(x: Any) -> TorchDraws | None:
     while isinstance(x, functools.partial):
         if x.args:
             raise ValueError(
-                "an initialiser is a function of the weight, with options by "
+                "an initializer is a function of the weight, with options by "
                 f"name; received functools.partial of {x.func.__name__} with "
                 f"{x.args!r}. Name them: functools.partial(function, "
                 "name=value).")

@@ -87,7 +87,7 @@ class GluonMeaning(Meaning):
         return Plan(
             training, network.runner, self._changed or compiles
             or network.seen is not None, compiles, training
-            and network.backend.is_recording() and network.normalise is None)
+            and network.backend.is_recording() and network.normalize is None)
 
     def _plan(self, tree: Tree, training: bool) -> None:
         self._training, self._paths = training, tree.paths
@@ -145,7 +145,7 @@ class GluonMeaning(Meaning):
         """What a layer that trains computes by, in the place of its own."""
         network = self._network
         if isinstance(layer, BATCH_NORMS):
-            rule = network.normalise or (
+            rule = network.normalize or (
                 None if network.own_arithmetic or layer.running_mean is None
                 else gluon_batch_norm)
             if rule is None or computes_itself(layer):
@@ -189,7 +189,7 @@ class GluonMeaning(Meaning):
             blocks.append(AsMXNet(network.float32))
         if i in self._between and not self._probing:
             blocks.append(self._between[i])
-        if network.normalise is not None:
+        if network.normalize is not None:
             blocks.append(NoFunctionalBatchNorm())
         if options.autocast is not None:
             blocks.append(autocast(network.backend.handle(
@@ -210,7 +210,7 @@ class _Pass:
     def __init__(self, network: "TorchNetwork", device: Any) -> None:
         self._network, self._device = network, device
         self.masks: dict[int, Any] = {}
-        self._joint = network.normalise is not None
+        self._joint = network.normalize is not None
         #: of the stream, before a layer in a checkpoint draws from it
         self._streams: dict[str, list[torch.Tensor]] = {}
         self._state: Any = None

@@ -44,7 +44,7 @@ class TorchNetwork(base.Network):
 
     def __init__(self, backend: Any, net: nn.Module):
         self.backend, self.net = backend, net
-        self.normalise: base.Normalise | None = None
+        self.normalize: base.Normalize | None = None
         self.runner: base.Runner | None = None      # of devices that meet
         self.functions: dict[str, base.Layer] = {}
         self.draw_mask: base.DrawMask | None = None
@@ -233,7 +233,7 @@ class TorchNetwork(base.Network):
     def by_layer(self) -> bool:
         """Whether the layers must run one by one, because they are watched
         or computed by functions of mgpu."""
-        return self.seen is not None or self.normalise is not None \
+        return self.seen is not None or self.normalize is not None \
             or self.draw_mask is not None
 
     def autocast(self, devices) -> base.ContextManager:
@@ -347,7 +347,7 @@ class TorchNetwork(base.Network):
                 for path, module in innermost(self.net)]
 
     def settings(self) -> dict[str, str]:
-        # Others may print what they hold: observers of quantisation do.
+        # Others may print what they hold: observers of quantization do.
         return {path: f"training={m.training} " + (
             m.extra_repr() if type(m).__module__.startswith("torch.nn.")
             else "") for path, m in self.net.named_modules()}
@@ -433,14 +433,14 @@ class TorchNetwork(base.Network):
             list(self.net.modules()))
 
     @contextlib.contextmanager
-    def use_batch_norm(self, normalise, run) -> Iterator[None]:
+    def use_batch_norm(self, normalize, run) -> Iterator[None]:
         own = [path for path, m in self.net.named_modules()
                if isinstance(m, BATCH_NORMS) and computes_itself(m)
                and not has_fixed_statistics(m)]
         if own:
             raise messages.own_batch_norm(own)
         check_joined(self.net)
-        with self._using("normalise", normalise), self._using("runner", run):
+        with self._using("normalize", normalize), self._using("runner", run):
             yield
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Training steps of the user's own: what their optimisers have and do."""
+"""Training steps of the user's own: what their optimizers have and do."""
 import contextlib
 import copy
 from collections.abc import (Callable, Iterator, Mapping, MutableMapping,
@@ -314,7 +314,7 @@ def _copied(tree: Any) -> Any:
 
 def _rule(optimizer: Any, group: Mapping[str, Any]
           ) -> tuple[str, dict[str, Any]] | None:
-    """What an optimiser of torch computes for a group: see `OwnParts`."""
+    """What an optimizer of torch computes for a group: see `OwnParts`."""
     family = FAMILIES.get(type(optimizer))
     if family is None or group.get("maximize"):
         return None

@@ -91,9 +91,9 @@ def bug_in_a_port() -> list[str]:
 def resnet(names: list[str], output: Path) -> list[str]:
     """ResNet-18, trained for some minutes. Returns what is wrong."""
     click.secho("\n4. ResNet-18", bold=True)
-    runs = _trainings("resnet18", names, output, epochs=8, limit=320,
+    runs = _trainings("resnet18", names, output, epochs=5, limit=256,
                       batch_size=32, lr=0.03125, init_scale=0.05)
-    click.echo("One device and two differ: batch norm normalises by the "
+    click.echo("One device and two differ: batch norm normalizes by the "
                "examples of its device (batch_norm='sync' by the batch).")
     return [*_apart(runs, 1e-3, same_devices=True), *(
         f"ResNet-18's accuracy on {run['backend']} is "

@@ -201,7 +201,7 @@ def not_moved(d: Difference, rule: Update, other: Update) -> Changes:
              and np.array_equal(before[g.name], after[g.name])]
     if still:
         yield (f"{', '.join(still[:4])} does not move on {other.side}: not "
-               "given to its optimiser, or a multiplier of 0"), \
+               "given to its optimizer, or a multiplier of 0"), \
             replaced(frozen=tuple(still))
 
 

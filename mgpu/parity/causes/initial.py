@@ -99,8 +99,8 @@ def other_places(d: Difference) -> Found:
                "name, not by position"), 0.0
 
 
-@cause("initialiser", "initial")
-def initialiser(d: Difference) -> Found:
+@cause("initializer", "initial")
+def initializer(d: Difference) -> Found:
     biases, (weights, known) = _other_biases(d), _formulas(d)
     if set(known[0]) & set(known[1]) or not known[0] + known[1]:
         if biases:

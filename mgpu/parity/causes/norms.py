@@ -1,4 +1,4 @@
-"""Causes in normalisation layers."""
+"""Causes in normalization layers."""
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ def _fits(d: Difference, side: View, which: int
 
 
 def _moments(d: Difference, side: View, axis: int) -> dict[str, Moments]:
-    """The statistics that a side may have normalised with."""
+    """The statistics that a side may have normalized with."""
     def moments(x: np.ndarray) -> Moments:
         axes = tuple(i for i in range(x.ndim) if i != axis)
         return x.mean(axes), x.var(axes)
@@ -90,14 +90,14 @@ def _epsilon(d: Difference, e: float, f: float) -> str:
             "equal (epsilon= in Gluon, eps= on torch)")
 
 
-@cause("normalisation epsilon", "forward", resort=1, kinds=["batch_norm"])
+@cause("normalization epsilon", "forward", resort=1, kinds=["batch_norm"])
 def epsilon(d: Difference) -> Found:
     for one, two, residual in filter(None, [_readings(d)]):
         if one.epsilon != two.epsilon:
             yield _epsilon(d, one.epsilon, two.epsilon), residual
 
 
-@cause("normalisation epsilon", "forward", resort=1,
+@cause("normalization epsilon", "forward", resort=1,
        kinds=["layer_norm", "group_norm", "instance_norm"])
 def epsilon_of_rows(d: Difference) -> Found:
     for one, two, residual in _rows(d):
@@ -113,28 +113,28 @@ def groups(d: Difference) -> Found:
                    f"{d.b}: make them equal"), residual
 
 
-@cause("normalisation axis", "forward", resort=1, kinds=["layer_norm"])
+@cause("normalization axis", "forward", resort=1, kinds=["layer_norm"])
 def axes_of_rows(d: Difference) -> Found:
     for one, two, residual in _rows(d):
         if one[1] != two[1]:
-            yield (f"{d.layer} normalises over the axes {one[1]} on {d.a}, "
+            yield (f"{d.layer} normalizes over the axes {one[1]} on {d.a}, "
                    f"{two[1]} on {d.b}: make them equal (axis= in Gluon, "
                    "normalized_shape on torch)"), residual
 
 
-#: the shape that the input gets, the axes to normalise over, epsilon
+#: the shape that the input gets, the axes to normalize over, epsilon
 _Rows = tuple[tuple[int, ...], tuple[int, ...], float]
 
 
 @once
 def _rows(d: Difference) -> list[tuple[_Rows, _Rows, float]]:
-    """How the sides normalise each row, with the residual: the pair with the
+    """How the sides normalize each row, with the residual: the pair with the
     fewest differences."""
     x, u, v = d.rows_of_layer(ROWS)
     epsilons = dict.fromkeys([*d.options("epsilon"), 1e-5, 1e-3, 1e-6, 1e-12])
     apart = distance(u, v) or 1
     keys = [(*group, e) for group in _groups(d, x.shape) for e in epsilons]
-    fits = [[(left, key) for key in keys if (left := distance(_normalised(
+    fits = [[(left, key) for key in keys if (left := distance(_normalized(
         d, x, *key), seen) / apart) < d.limit] for seen in (u, v)]
     pairs = [(one, two, max(e, f)) for e, one in fits[0]
              for f, two in fits[1]]
@@ -144,7 +144,7 @@ def _rows(d: Difference) -> list[tuple[_Rows, _Rows, float]]:
 
 def _groups(d: Difference, shape: tuple[int, ...]
             ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Shapes to give the input, and axes to normalise over."""
+    """Shapes to give the input, and axes to normalize over."""
     if d.kind == "layer_norm":
         gamma = d.parameter("gamma")
         dims = gamma.ndim if gamma is not None else 1
@@ -158,7 +158,7 @@ def _groups(d: Difference, shape: tuple[int, ...]
                    tuple(range(2, len(shape) + 1)))
 
 
-def _normalised(d: Difference, x: np.ndarray, shape: tuple[int, ...],
+def _normalized(d: Difference, x: np.ndarray, shape: tuple[int, ...],
                 axes: tuple[int, ...], epsilon: float) -> np.ndarray:
     z = x.reshape(shape)
     z = (z - z.mean(axes, keepdims=True)) / np.sqrt(
@@ -195,7 +195,7 @@ def _other_moments(d: Difference, running: bool, cure: str) -> Found:
     for one, two, residual in filter(None, [_readings(d)]):
         a, b = one.statistics, two.statistics
         if a != b and ("running" in a + b) is running:
-            yield (f"{d.layer} normalises with the mean and variance {a} on "
+            yield (f"{d.layer} normalizes with the mean and variance {a} on "
                    f"{d.a}, {b} on {d.b}: {cure}"), residual
 
 

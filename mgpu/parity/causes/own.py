@@ -70,13 +70,13 @@ def _clips_not(side: View) -> bool:
 
 @cause("left out of the update", "clipping", resort=-1)
 def left_out(d: Difference) -> Found:
-    """Gradients that the optimiser of one side only gets."""
+    """Gradients that the optimizer of one side only gets."""
     for right, side in d.both_ways():
         still = [n for n in d.kinds if np.any(right.gradients.get(n, 0.0))
                  and not np.any(side.gradients.get(n, 0.0))]
         if still:
             yield (f"{side} does not update {', '.join(still[:4])}: give it "
-                   "to the optimiser, call optimizer.step() or "
+                   "to the optimizer, call optimizer.step() or "
                    "Trainer.step(), and zero_grad() before the backward pass"
                    ), 0.0
 

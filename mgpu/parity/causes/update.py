@@ -132,7 +132,7 @@ def order(d: Difference, rule: Update, other: Update) -> Changes:
     if rule.order != other.order:
         n, m = next(pair for pair in zip(rule.order, other.order)
                     if pair[0] != pair[1])
-        yield (f"{other.side} gives its optimiser {m} where {rule.side} gives "
+        yield (f"{other.side} gives its optimizer {m} where {rule.side} gives "
                f"{n}, and {type(rule.optimizer).__name__} treats a weight by "
                "its place: register the layers in one order"
                ), replaced(order=other.order)

@@ -36,13 +36,13 @@ class Update(NamedTuple):
     gradients : mapping of str -> ndarray
     divisor : float
     slots : dict of (str, str) -> value
-        The optimiser's memory before the step.
+        The optimizer's memory before the step.
     last_rate : dict of str -> float
         The rate of each weight in the update before; empty before the first.
     order : list of str
-        The weights in the order in which the optimiser gets them.
+        The weights in the order in which the optimizer gets them.
     decay : str
-        Where weight decay is added: by the optimiser's "own" formula, or
+        Where weight decay is added: by the optimizer's "own" formula, or
         "outside" or "inside" of it.
     repeats : int
         How often each update is made.
@@ -69,7 +69,7 @@ class Update(NamedTuple):
 
     def with_options(self, options: Mapping[str, Any],
                      kind: type[Optimizer] | None = None) -> "Update":
-        """With an optimiser of class `kind`, and those of `options`, and of
+        """With an optimizer of class `kind`, and those of `options`, and of
         its own, that this class has."""
         made = as_class(self.optimizer, kind or type(self.optimizer), options)
         return self if made is None else self._replace(optimizer=made)
@@ -96,7 +96,7 @@ _GLUONS = {"eps": "epsilon", "alpha": "gamma1", "momentum_decay":
 
 def as_class(optimizer: Optimizer, kind: type[Optimizer],
              options: Mapping[str, Any]) -> Optimizer | None:
-    """An optimiser of class `kind` with `options`, and those of `optimizer`,
+    """An optimizer of class `kind` with `options`, and those of `optimizer`,
     that this class has; None where they exclude each other."""
     given: dict[str, Any] = {}
     options = {**options_of(optimizer), **options}
@@ -114,7 +114,7 @@ def as_class(optimizer: Optimizer, kind: type[Optimizer],
 
 
 def lost_options(optimizer: Optimizer, kind: type[Optimizer]) -> list[str]:
-    """The options of an optimiser that a class does not have, and that are
+    """The options of an optimizer that a class does not have, and that are
     not what they are by default."""
     known = {_GLUONS.get(field.name, field.name) for field in fields(kind)}
     return [field.name for field in fields(optimizer)
@@ -125,7 +125,7 @@ def lost_options(optimizer: Optimizer, kind: type[Optimizer]) -> list[str]:
 
 
 def options_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The options of an optimiser, under one name for both semantics."""
+    """The options of an optimizer, under one name for both semantics."""
     options = {_GLUONS.get(field.name, field.name):
                getattr(optimizer, field.name) for field in fields(optimizer)}
     if "betas" in options:
@@ -134,7 +134,7 @@ def options_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _as_kernels(rule: Update, t: int) -> tuple[Optimizer, float]:
-    """The optimiser with options of float32, and a factor of the rate, whose
+    """The optimizer with options of float32, and a factor of the rate, whose
     correction by Adam's betas is none of the kernel."""
     own = rule.optimizer
     single = as_class(own, type(own), {

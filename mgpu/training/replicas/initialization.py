@@ -45,7 +45,7 @@ class Drawing:
             raise RuntimeError(
                 "init='keep' needs a network that has values; received none "
                 f"of {[s.name for s in specs if s.name in self._missing]}. "
-                "Load or initialize these first, or choose an initialiser, "
+                "Load or initialize these first, or choose an initializer, "
                 "which draws all.")
         if seed is not None and not (self._everything or self._missing):
             raise ValueError(
@@ -183,7 +183,7 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
         parameter): bit-identical on all devices and, for the same layers in
         the same order, on both backends. Biases, gammas, betas and running
         statistics follow Gluon's rules then (0, 1, 0, 0 and 1), and a
-        layer's own Gluon initialiser wins. Parameters that mgpu does not
+        layer's own Gluon initializer wins. Parameters that mgpu does not
         know (a vector that scales a layer, names of the user's own) keep
         the network's values. None draws only what has no value, by Gluon's
         default, ``Uniform(0.07)``; "keep" refuses to draw. A function of

@@ -142,7 +142,7 @@ class Replicas(_OfNetwork, abc.Sequence):
         The user's own network, on the first device. Training changes it in
         place. Methods other than forward run on it.
     backend : Backend
-        The engine that was in use when the network was initialised.
+        The engine that was in use when the network was initialized.
     batch_norm : str
     network : mgpu.backends.base.Network
         What the engine knows of `net`: its layers, for example.
@@ -551,7 +551,7 @@ class Replicas(_OfNetwork, abc.Sequence):
         calls = {i: base.apart(row) for i, row in rows.items()}
         joining = self._joining(calls, labels, batch_axis)
         run = partial(self.network.run, calls, joining.batch())
-        return (self._run_synchronised(list(calls), run) if self._syncs()
+        return (self._run_synchronized(list(calls), run) if self._syncs()
                 else run()), joining
 
     def _joining(self, calls: Mapping[int, Call],
@@ -598,7 +598,7 @@ class Replicas(_OfNetwork, abc.Sequence):
                 for p in self.carried if p.grad_req == "add"} \
             if self.carried else self._kept
 
-    def _run_synchronised(self, active: list[int], run: Callable[[], Any]
+    def _run_synchronized(self, active: list[int], run: Callable[[], Any]
                           ) -> Any:
         meeting, joint = Meeting(active), None
         if self.span.wide:

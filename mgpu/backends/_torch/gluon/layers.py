@@ -60,7 +60,7 @@ class GluonAvgPool2d(_LastWindow, nn.AvgPool2d):
 
 
 class GluonLayerNorm(nn.LayerNorm):
-    """Layer normalisation over one axis, which need not be the last."""
+    """Layer normalization over one axis, which need not be the last."""
 
     def __init__(self, normalized_shape: int, eps: float, axis: int) -> None:
         super().__init__(normalized_shape, eps)
@@ -79,7 +79,7 @@ class GluonInstanceNorm(nn.InstanceNorm2d):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(N, C, ...) in and out."""
         if input.dim() < 3:
-            raise ValueError("instance normalisation needs 3 axes or more; "
+            raise ValueError("instance normalization needs 3 axes or more; "
                              f"received {tuple(input.shape)}.")
         return self._apply_instance_norm(input)
 

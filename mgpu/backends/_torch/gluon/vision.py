@@ -248,7 +248,7 @@ def _softmax_activation(node: Node, inputs: Sequence[Source]) -> Part:
     return Call("torch.softmax", (_X, 1))
 
 
-# -- normalisation ------------------------------------------------------------
+# -- normalization ------------------------------------------------------------
 
 @operator("L2Normalization")
 def _l2_normalization(node: Node, inputs: Sequence[Source]) -> Part:

@@ -127,7 +127,7 @@ class Instance:
 
 # -- forms of a block ---------------------------------------------------------
 
-def normalise(block: Block) -> None:
+def normalize(block: Block) -> None:
     """Draw the borders of blocks, in place: a join and its activation, a
     shortcut that not all have, what stands before both branches."""
     for chain in _all_chains(block):

@@ -101,7 +101,7 @@ class Leaf:
 
     @property
     def is_norm(self) -> bool:
-        """Whether it normalises."""
+        """Whether it normalizes."""
         return "Norm" in self.kind
 
     @property

@@ -15,7 +15,7 @@ from mgpu.backends._torch.gluon.build import find, identifier
 from mgpu.backends._torch.gluon.source import layout
 from mgpu.backends._torch.gluon.source.classes import (Class, Instance,
                                                        classes_of, name,
-                                                       normalise)
+                                                       normalize)
 from mgpu.backends._torch.gluon.source.structure import (Arg, Block, Leaf,
                                                          Step,
                                                          arguments_of,
@@ -101,7 +101,7 @@ def source_of(graph: Graph, shapes: Mapping[str, Shape],
     whole numbers. MissingOperator as in
     `from_gluon`."""
     top = structure_of(graph, shapes, whole)
-    normalise(top)
+    normalize(top)
     found = classes_of(top)
     name(found)
     names = _Names(set())
