@@ -38,7 +38,7 @@ LENET, RESNET = ({"model": "lenet", "batch": 256},
 
 
 def installed(package):
-    """Its version, or None. Imports nothing: this process loads no engine."""
+    """Its version, or None. Imports nothing: this process loads no backend."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
 

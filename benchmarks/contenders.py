@@ -1,6 +1,6 @@
 """Training loops that race, each in a process of its own.
 
-    python -m benchmarks.contenders '{"loop": "mgpu", "engine": "torch", ...}'
+    python -m benchmarks.contenders '{"loop": "mgpu", "backend": "torch", ...}'
 
 A contender prepares, takes a first step and writes how long both took. Then,
 for each number of steps that it reads from stdin, it takes them, waits for the

@@ -1,6 +1,6 @@
 """Bytes that training holds on K devices, counted, not measured.
 
-    python -m benchmarks.memory '{"engine": "torch",
+    python -m benchmarks.memory '{"backend": "torch",
         "units": [4096, 8192, 4096]}'
 """
 import gc
@@ -30,7 +30,7 @@ def mlp(engine, units):
 def held(backend, parameters):
     """Bytes of all native arrays that Python can reach and that are not
     frozen (`gc.freeze`), and of `parameters` and their gradients, which an
-    engine may hold itself: the union of what they span in memory, so that a
+    backend may hold itself: the union of what they span in memory, so that a
     view counts once."""
     arrays = [x for x in gc.get_objects() if backend.is_native(x)]
     for p in parameters:
@@ -46,7 +46,7 @@ def held(backend, parameters):
 def most_held(backend, units, k):
     """The most bytes at the stations of a second step on `k` devices,
     without what was there before. Not seen, on one device as on many, are
-    activations that only an engine's graph holds, out of Python's reach,
+    activations that only a backend's graph holds, out of Python's reach,
     NumPy arrays, and what is gone again when a call returns."""
     import mgpu
     devices = [mgpu.cpu(i) for i in range(k)]

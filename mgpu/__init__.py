@@ -1,4 +1,4 @@
-"""mgpu: one multi-device training API over two live engines, MXNet/Gluon and
+"""mgpu: one multi-device training API over two live backends, MXNet/Gluon and
 PyTorch, that give the same numbers.
 
 ``mgpu.set_backend("mxnet")`` or ``mgpu.set_backend("torch")``, and the same

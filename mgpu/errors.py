@@ -111,7 +111,7 @@ class ReplicaMismatchError(MgpuError, RuntimeError):
     """Processes that should hold the same network do not."""
 
 
-# -- engines ------------------------------------------------------------------
+# -- backends -----------------------------------------------------------------
 
 class BackendNotAvailable(MgpuError, ImportError):
     """A backend was asked for and its framework cannot be loaded."""

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The wheel as a user has it: bash scripts/check_wheel.sh PYTHON ENGINE
 # for example: bash scripts/check_wheel.sh python3.12 mxnet
-# Builds the wheel, installs it with one engine and the command line into a new
+# Builds the wheel, installs it with one backend and the command line into a new
 # environment outside of the checkout, and runs `mgpu doctor`, README's first
 # script and commands that need other packages there. ENGINE: mxnet or torch. On
 # Linux PyPI's torch brings gigabytes of CUDA; with
@@ -14,17 +14,17 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 say() { printf '%s\n' "==> $*"; }
 
-say "building the wheel, installing it with $engine on $("$base" --version)"
+say "building the wheel, installing it with $backend on $("$base" --version)"
 "$base" -m venv "$folder/venv"
 python=$folder/venv/bin/python
 rm -rf build    # of an earlier build, whose files would go into the wheel
 "$python" -m pip wheel -qq --no-deps --wheel-dir "$folder" .
 rm -rf build
 "$python" -m pip install -qq --constraint scripts/constraints.txt \
-    "$(echo "$folder"/*.whl)[$engine,cli]"
+    "$(echo "$folder"/*.whl)[$backend,cli]"
 
 cd "$folder"
-"$python" - "$checkout/README.md" "$engine" >first.py <<'END'
+"$python" - "$checkout/README.md" "$backend" >first.py <<'END'
 import re
 import sys
 
@@ -35,15 +35,15 @@ END
 say "mgpu doctor"
 venv/bin/mgpu doctor
 say "README's first script"
-MGPU_BACKEND=$engine "$python" first.py
+MGPU_BACKEND=$backend "$python" first.py
 say "mgpu trace record and parity --report, whose packages the extra cli brings"
-case $engine in torch) nets=torch_nets.py ;; *) nets=gluon_nets.py ;; esac
+case $backend in torch) nets=torch_nets.py ;; *) nets=gluon_nets.py ;; esac
 net=$checkout/examples/port/$nets:lenet
 venv/bin/mgpu trace record "$net" --input 1x28x28 --classes 10 --steps 2 \
     -o a.trace
 venv/bin/mgpu parity a.trace "$net" --report page.html
-other=$([ "$engine" = torch ] && echo mxnet || echo torch)
+other=$([ "$backend" = torch ] && echo mxnet || echo torch)
 "$python" -I -c "import importlib.util, mgpu, sys
 assert mgpu.__file__.startswith(sys.prefix), mgpu.__file__
 assert importlib.util.find_spec('$other') is None"
-say "mgpu works from its wheel, with $engine only, on $("$python" --version)"
+say "mgpu works from its wheel, with $backend only, on $("$python" --version)"

@@ -11,7 +11,7 @@ write=yes
 for word in "$@"; do
     case $word in --*) write= ;; esac
 done
-say "faults on $engines"
+say "faults on $backends"
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD:$PWD/tests
 status=0
 if [ -n "$write" ]; then

@@ -7,7 +7,7 @@
 # first of python3.11, python3.12, python3.10 that is there); INSTALLER, "pip"
 # or a path of uv (default: uv, where it is there).
 # Afterwards: the working directory is the checkout, $python is the
-# environment's interpreter, $engines the engines that are in it.
+# environment's interpreter, $backends the backends that are in it.
 
 say() { printf '%s\n' "==> $*"; }
 fail() { printf '%s\n' "error: $*" >&2; exit 1; }
@@ -114,15 +114,15 @@ urllib.request.urlopen('$cpu/torch/', timeout=5)" 2>/dev/null; then
     install --constraint scripts/constraints.txt --no-deps \
         ${index[@]+"${index[@]}"} torch ||
         fail "torch could not be installed; the installer's message is above."
-    engines=torch
+    backends=torch
     say "installing mxnet"
     if install_mxnet; then
-        engines=mxnet,torch extras=$extras,mxnet
+        backends=mxnet,torch extras=$extras,mxnet
     fi
     say "installing mgpu and what it needs"
     install --constraint scripts/constraints.txt --editable ".[$extras]" ||
         fail "mgpu could not be installed; the installer's message is above."
-    printf '%s\n' "$engines" >.venv/engines
+    printf '%s\n' "$backends" >.venv/backends
     printf '%s\n' "$stamp" >.venv/complete  # last: all of the above is there
 }
 
@@ -134,12 +134,12 @@ print(find_spec("mgpu").submodule_search_locations[0])' 2>/dev/null || :)
 if [ "$(cat .venv/complete 2>/dev/null)" = "$stamp" ] &&
     [ "$found" = "$PWD/mgpu" ]; then
     say "using .venv, which is complete (remove it to make it anew)"
-    engines=$(cat .venv/engines)
+    backends=$(cat .venv/backends)
 else
     install_all
 fi
 
-if [ "$engines" = torch ]; then
+if [ "$backends" = torch ]; then
     echo "******************************************************************"
     echo "  NO MXNET HERE: no MXNet 1.9.1 exists for $("$python" --version) on"
     echo "  $(uname -s) $(uname -m). What follows runs on PyTorch ONLY."

@@ -7,6 +7,6 @@ set -euo pipefail
 if [ -z "${MGPU_DATA:-}" ] && [ -d ../shared/data/fashion-mnist ]; then
     export MGPU_DATA=$(cd ../shared/data/fashion-mnist && pwd)
 fi
-say "all tests on ${MGPU_TEST_BACKENDS:-$engines}: about 14 minutes on two" \
+say "all tests on ${MGPU_TEST_BACKENDS:-$backends}: about 14 minutes on two" \
     "cores (a case of each test function: .venv/bin/python -m pytest)"
 exec "$python" -m pytest -m "" -n 3 "$@"

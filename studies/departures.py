@@ -6,7 +6,7 @@ itself, and all together.
         [--backend torch|mxnet] [--work out/departures] [--out docs]
 
 The book prints accuracies of 0.93 and 0.91 (1 and 2 GPUs) for Gluon, 0.89 and
-0.81 for PyTorch. Both versions are run here on *one* engine, through mgpu, so
+0.81 for PyTorch. Both versions are run here on *one* backend, through mgpu, so
 that nothing differs but the mechanism. Each mechanism is measured exactly, on
 one step in float64 at the book's batch sizes; and ResNet-18 is trained, on a
 few hundred pictures and with batches a sixteenth of the book's, so that a CPU
@@ -33,7 +33,7 @@ import numpy as np
 import mgpu
 
 SIGMA = 0.01                # of the weights, in the book
-MOMENTUM = float(np.float32(0.9))   # of batch norm, as both engines hold it
+MOMENTUM = float(np.float32(0.9))   # of batch norm, as both backends hold it
 #: height of a picture in each stage of ResNet-18, by the first component of
 #: a parameter's name
 SIDE = {"1": 28, "3": 28, "4": 14, "5": 7, "6": 4}
@@ -590,7 +590,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                         "files")
     parser.add_argument("--backend", default="torch",
                         choices=["mxnet", "torch"],
-                        help="the engine; the timer is measured on both")
+                        help="the backend; the timer is measured on both")
     parser.add_argument("--seeds", default="0,1",
                         help="a training of each version for each seed")
     parser.add_argument("--quick", action="store_true",

@@ -18,7 +18,7 @@ that file.
 """
 import os
 
-if __name__ == "__main__":      # read when the engines are loaded
+if __name__ == "__main__":      # read when the backends are loaded
     for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS",
                   "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(_name, "1")
@@ -338,7 +338,7 @@ def _child(name, make, memory, pipe, task):
         found = {"error": f"{type(error).__name__}: {line[:200]}"}
     pipe.send({"name": name, **found,
                "seconds": round(time.perf_counter() - start, 1)})
-    os._exit(0)     # engines leave threads behind
+    os._exit(0)     # backends leave threads behind
 
 
 def run(todo, jobs, seconds, memory, task=examine):

@@ -14,7 +14,7 @@ to studies/gluon_sources.jsonl; docs/sources.md is written from them.
 """
 import os
 
-if __name__ == "__main__":      # read when the engines are loaded
+if __name__ == "__main__":      # read when the backends are loaded
     for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS",
                   "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(_name, "1")
@@ -62,7 +62,7 @@ def scrambled(symbol, arrays):
 
 
 def without_dropout(symbol):
-    """MXNet draws its masks where no other engine can take them."""
+    """MXNet draws its masks where no other backend can take them."""
     import mxnet as mx
     return mx.sym.load_json(networks.edited(symbol.tojson(), "Dropout",
                                             p="0"))

@@ -1,5 +1,5 @@
 """The long proofs: whole trainings in lock-step, MXNet against PyTorch, and
-one engine on several numbers of devices. See `parity_full.sh`."""
+one backend on several numbers of devices. See `parity_full.sh`."""
 import argparse
 import json
 import pathlib

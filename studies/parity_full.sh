@@ -3,7 +3,7 @@
 #     [--only lenet-float64|resnet18-float32|invariance|...] [--json FILE]
 # The long proofs, in the environment of setup_env.sh; about an hour on two
 # cores. LeNet for 60 epochs and ResNet-18 for 100 steps in lock-step (both
-# engines get the same state before each step) on 2 devices, in float64 and
+# backends get the same state before each step) on 2 devices, in float64 and
 # float32, and 1 device against 2, 3, 4 and 8. Adds to
 # docs/internals/parity_full.json.
 set -euo pipefail

@@ -1,4 +1,4 @@
-"""Do published pairs of networks train the same on both engines?
+"""Do published pairs of networks train the same on both backends?
 
 \b
     python -m studies.twins --pairs resnet18
@@ -16,7 +16,7 @@ for readers, docs/internals/twins.md, is written from that file.
 """
 import os
 
-if __name__ == "__main__":      # read when the engines are loaded
+if __name__ == "__main__":      # read when the backends are loaded
     for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS",
                   "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(_name, "1")
@@ -393,7 +393,7 @@ def run_pair(name, plan, functions, devices, steps,
                 if found["function"] in FLOAT32)]
     try:
         result, changed = compared(dtype)
-    except Exception as error:      # as both engines say it
+    except Exception as error:      # as both backends say it
         if not re.search("float64|ouble|data type|default_type", str(error)):
             raise
         told("float32")
@@ -420,7 +420,7 @@ CHANCE = {"shakedropresnet_cifar": 0, "shakeshakeresnet_cifar": 0,
 
 @contextlib.contextmanager
 def without_chance(bernoulli):
-    """The draws of both packages become the same constants: the two engines'
+    """The draws of both packages become the same constants: the two backends'
     generators cannot draw alike."""
     import mxnet
     import torch

@@ -1,9 +1,9 @@
 """Fixtures, kinds of tests, and the fast tier.
 
-A test that takes the fixture `backend` runs on both engines. One that takes
+A test that takes the fixture `backend` runs on both backends. One that takes
 `devices` runs on 3 logical devices; ``@pytest.mark.device_counts(1, 2, 4)``
 names other counts where they matter. ``MGPU_TEST_BACKENDS=torch`` selects the
-engines (default: those that are installed). An engine that is named there and
+backends (default: those that are installed). A backend that is named there and
 does not load is a failure, never a skip.
 
 ``kinds.txt`` gives each test function a kind, which becomes its marker
@@ -41,7 +41,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Several processes share the cores: OpenMP's threads, which wait busily for
-# work, would take them from each other. Read when an engine is loaded.
+# work, would take them from each other. Read when a backend is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Before tests import them: their assertions then show the values.
@@ -55,20 +55,20 @@ BACKENDS = [name.strip() for name in os.environ.get(
 KINDS = ("equality", "refusal", "tool")
 TESTS = Path(__file__).parent
 
-#: The engines as tests name them: MXNet has two families of arrays, legacy
+#: The backends as tests name them: MXNet has two families of arrays, legacy
 #: ``mx.nd`` (the mode a process starts in) and ``mx.np``.
 ENGINES = [engine for name in BACKENDS for engine in
            (("mxnet-nd", "mxnet-np") if name == "mxnet" else (name,))]
 
-#: these compare the engines only with each other; the rest of tests/oracle
-#: compares with an oracle too, and does so for the engines that there are
+#: these compare the backends only with each other; the rest of tests/oracle
+#: compares with an oracle too, and does so for the backends that there are
 collect_ignore = [] if set(ALL_BACKENDS) <= set(BACKENDS) \
     else ["oracle/test_networks.py"]
 
 # The fixture below turns the mode on, so that a marked test can do without.
 _STRICT = os.environ.pop("MGPU_STRICT_DEVICES", "0")
 
-# Now, so that a missing one fails at once and an engine's settings are no
+# Now, so that a missing one fails at once and a backend's settings are no
 # test's doing.
 for _name in BACKENDS:
     with mgpu.using_backend(_name):
@@ -270,7 +270,7 @@ def strict_mode(request):
 
 
 def pytest_report_header(config):
-    lines = [f"engines: {', '.join(BACKENDS)}"]
+    lines = [f"backends: {', '.join(BACKENDS)}"]
     lines += [f"{name} is not installed: its tests are skipped"
               for name in ALL_BACKENDS if importlib.util.find_spec(name)
               is None]

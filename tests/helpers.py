@@ -1,5 +1,5 @@
 """What several test modules share: measures of difference, numerical
-gradients, the engines with their array families, and (from `nets`) pairs
+gradients, the backends with their array families, and (from `nets`) pairs
 of small native networks."""
 import contextlib
 import re
@@ -12,7 +12,7 @@ from conftest import BACKENDS, ENGINES  # noqa: F401, for the tests
 from mgpu.parity import measure
 from nets import bricks, convnet, mlp  # noqa: F401, for the tests
 
-#: a test that takes the fixture `engine`, on one framework only
+#: a test that takes the fixture `backend`, on one framework only
 on_mxnet, on_torch = (pytest.mark.parametrize(
     "engine", [name for name in ENGINES if name.startswith(framework)],
     indirect=True) for framework in ("mxnet", "torch"))
@@ -34,7 +34,7 @@ def using_engine(engine):
 
 def foreign_array(backend):
     """An array of the other framework, and how messages call its type. A
-    stand-in where the other engine is not among those to test."""
+    stand-in where the other backend is not among those to test."""
     other = "torch" if backend.name == "mxnet" else "mxnet"
     if other in BACKENDS:
         with mgpu.using_backend(other) as engine:

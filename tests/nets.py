@@ -80,7 +80,7 @@ def conv_torch(eps=1e-5, batch_norm=True, dropout=0.5, channels=1):
 
 
 def bricks(engine):
-    """The base class of an engine's networks, and its dense layer of
+    """The base class of a backend's networks, and its dense layer of
     (inputs, outputs)."""
     if engine.name == "mxnet":
         from mxnet.gluon import Block, nn
@@ -200,7 +200,7 @@ def mlp(backend, units=(6, 5, 3), deferred=False):
     """Dense layers with ReLU between them: a native network of `backend`
     without values from `mgpu`; ``units[0]`` is the number of inputs.
 
-    Both engines have the same parameters, names and order: (out, in) weights
+    Both backends have the same parameters, names and order: (out, in) weights
     and biases. ``deferred=True`` leaves the numbers of inputs to
     the first forward pass. Works with both array families of MXNet.
     """
@@ -228,7 +228,7 @@ def convnet(backend, channels=2, classes=3, batch_norm=True, deferred=False):
     mean over the picture, dense: a native network of `backend` for pictures
     (n, `channels`, h, w) with h and w of 4 or more.
 
-    The same parameters, names and order on both engines, then the running
+    The same parameters, names and order on both backends, then the running
     statistics. Works with both array families of MXNet.
     """
     if backend.name == "mxnet":
@@ -380,7 +380,7 @@ def on_each(replicas):
 
 
 def with_values(engine, net, seed=1):
-    """Give a native network values of its own, by the engine's own means."""
+    """Give a native network values of its own, by the backend's own means."""
     rng = np.random.default_rng(seed)
     if engine.name == "mxnet":
         net.initialize()

@@ -1,4 +1,4 @@
-"""The registry: which engine is meant, in which thread, and what is said
+"""The registry: which backend is meant, in which thread, and what is said
 where there is none."""
 import asyncio
 import os
@@ -30,7 +30,7 @@ def patch():
 
 
 def install(patch, name, engine):
-    """Put a made-up engine in the place of `name`."""
+    """Put a made-up backend in the place of `name`."""
     module = types.ModuleType(f"made_up_{name}")
     module.__spec__ = ModuleSpec(module.__name__, None)
     module.BACKEND = engine
@@ -50,7 +50,7 @@ def remove(patch, *names):
 
 
 class Engine:
-    """A made-up engine."""
+    """A made-up backend."""
 
 
 # -- choosing -----------------------------------------------------------------

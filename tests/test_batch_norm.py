@@ -82,7 +82,7 @@ def run(replicas, trainer, X, y):
 
 def pass_through(replicas, X):
     """Outputs of a recorded pass and a backward pass: what moves the running
-    statistics on either engine. `X`: a batch, or a list of shards."""
+    statistics on either backend. `X`: a batch, or a list of shards."""
     shards = X if isinstance(X, list) else mgpu.split_and_load(
         X, replicas.devices, even_split=False)
     with mgpu.record():

@@ -150,7 +150,7 @@ def command(*arguments):
 
 
 def test_end_to_end(tmp_path):
-    """All engines at once, with every file that can be written."""
+    """All backends at once, with every file that can be written."""
     files = {name: tmp_path / f"bench.{name}"
              for name in ("json", "png", "trace")}
     backend = "both" if len(BACKENDS) == 2 else BACKENDS[0]

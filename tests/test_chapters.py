@@ -1,4 +1,4 @@
-"""The three chapters, small, on both engines and 1 to 4 devices."""
+"""The three chapters, small, on both backends and 1 to 4 devices."""
 import math
 import re
 

@@ -232,7 +232,7 @@ def test_saving_changes_nothing(backend, tmp_path):
     assert_same(*found)
 
 
-# -- other devices, the other engine ------------------------------------------
+# -- other devices, the other backend -----------------------------------------
 
 def plain(backend, devices, **options):
     """Without random numbers in it, float64."""
@@ -538,7 +538,7 @@ HOSTILE_CHECKPOINT = {
 @pytest.mark.parametrize("backend", BACKENDS[-1:], indirect=True)
 def test_hostile_numbers_are_refused_and_nothing_changes(
         backend, tmp_path, kind):
-    """In a checkpoint, and in a file of states; one code for all engines."""
+    """In a checkpoint, and in a file of states; one code for all backends."""
     _, trainer, _ = run = plain(backend, on(0, 1))
     go_on(run, 3, 2, tmp_path / "saved")
     before = everything(run)

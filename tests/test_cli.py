@@ -61,7 +61,7 @@ def absent(patch):
 
 @pytest.fixture
 def default(patch):
-    """A default engine that is there, also where tests run on torch only."""
+    """A default backend that is there, also where tests run on torch only."""
     patch.setenv("MGPU_BACKEND", BACKENDS[0])
 
 
@@ -202,7 +202,7 @@ def python_m_mgpu(*arguments, without=()):
             os.path.dirname(os.path.dirname(mgpu.__file__))})
 
 
-#: all that is optional, but for the engines
+#: all that is optional, but for the backends
 OPTIONAL = ("click", "rich", "tqdm", "matplotlib", "jinja2", "safetensors",
             "pooch")
 

@@ -455,7 +455,7 @@ def test_many_lists_of_different_lengths_are_refused(backend):
 @pytest.mark.parametrize("engine, strategy", [
     (engine, strategy) for engine in ENGINES
     for strategy in (Balanced(), Buckets(8), Buckets(100))
-    # `Buckets` needs the engine's own collective, which torch has on CUDA
+    # `Buckets` needs the backend's own collective, which torch has on CUDA
     # cards only
     if engine != "torch" or isinstance(strategy, Balanced)],
     indirect=["engine"], ids=str)

@@ -1,4 +1,4 @@
-"""The specification `mgpu.backends.base`, on both engines and on both array
+"""The specification `mgpu.backends.base`, on both backends and on both array
 families of MXNet: classes, arrays, and functions of arrays. Gradients are in
 test_contract_gradients.py, threads in test_contract_parallel.py."""
 import ast

@@ -1,5 +1,5 @@
 """Gradients, backward passes and scopes as `mgpu.backends.base` says, on both
-engines and on both array families of MXNet."""
+backends and on both array families of MXNet."""
 import asyncio
 import threading
 
@@ -248,7 +248,7 @@ def test_a_function_of_the_users_is_part_of_the_pass(backend):
 
 @MXNET
 def test_an_error_stays_with_its_arrays(backend):
-    """The engine tells an error once: it belongs to who uses the result,
+    """The backend tells an error once: it belongs to who uses the result,
     perhaps another thread."""
     import mxnet as mx
     good = backend.put(np.ones((1, 1)), cpu(0))

@@ -1,5 +1,5 @@
-"""`parallel` and work in threads as `mgpu.backends.base` says, on both engines
-and on both array families of MXNet."""
+"""`parallel` and work in threads as `mgpu.backends.base` says, on both
+backends and both array families of MXNet."""
 import contextvars
 import os
 import signal

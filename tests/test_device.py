@@ -1,4 +1,4 @@
-"""Devices: the same names for the same things on both engines."""
+"""Devices: the same names for the same things on both backends."""
 import pickle
 import re
 from types import SimpleNamespace

@@ -2,7 +2,7 @@
 output that the page shows; links lead somewhere; generated parts are current.
 
 The Python blocks of a page run in order in one namespace, in a process of
-their own, on each engine (once where they choose an engine themselves). Each
+their own, on each backend (once where they choose a backend themselves). Each
 shell block runs as pasted, in a scratch folder with the examples, as after
 activating the environment, with the ``python`` and ``mgpu`` of `forked`. A
 ``text`` block is the output of the block before it; ``...`` stands for
@@ -102,7 +102,7 @@ def environment_of_a_person(**variables):
 
 def of(language):
     """(page, its blocks that run in this language), where there are any; only
-    pages whose engines are there."""
+    pages whose backends are there."""
     for page in PAGES:
         todo = [b for b in blocks(page) if b.language == language
                 and b.excuse is None]

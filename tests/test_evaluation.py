@@ -116,7 +116,7 @@ def test_scores_of_a_single_output_are_no_class_numbers(engine, devices):
 
 def test_integer_networks_have_the_exact_count(engine, devices):
     """The integer sum of hits is that of NumPy, to the last one, on every
-    engine and number of devices: equal scores included."""
+    backend and number of devices: equal scores included."""
     replicas = linear(engine, devices)
     assert mgpu.evaluate_accuracy_gpus(replicas, data()) == exact()
     assert 0.3 < exact() < 1
@@ -288,7 +288,7 @@ def test_a_list_of_native_networks_predicts(engine):
 @pytest.mark.parametrize("engine_name", [
     engine for engine in ENGINES if engine.startswith("mxnet")])
 def test_an_error_of_mxnet_does_not_come_up_in_a_later_call(engine_name):
-    """Its engine keeps what nobody has waited for, and raises it anywhere.
+    """Its backend keeps what nobody has waited for, and raises it anywhere.
     (It has no float16 Dense on CPUs.)"""
     with using_engine(engine_name) as engine:
         with contextlib.suppress(Exception):    # left by another test

@@ -1,5 +1,5 @@
-"""The examples run on both engines, print what the book's chapters show, and
-open as notebooks. Sizes are tiny; each script runs once per engine, in a
+"""The examples run on both backends, print what the book's chapters show, and
+open as notebooks. Sizes are tiny; each script runs once per backend, in a
 process of its own, and several tests read what it printed."""
 import ast
 import json
@@ -52,7 +52,7 @@ def run(tmp_path_factory):
                    *(exercises(backend) if name == "exercises" else ())]
         result = python([ROOT / "examples" / f"{name}.py", *options], folder)
         assert result.returncode == 0, result.stdout + result.stderr
-        # Matplotlib, or an engine, must have nothing to say about them.
+        # Matplotlib, or a backend, must have nothing to say about them.
         assert "Error" not in result.stderr, result.stderr
         return SimpleNamespace(out=result.stdout, folder=folder,
                                lines=result.stdout.splitlines())
@@ -81,7 +81,7 @@ LAST_LINES = [
     r"test acc: [01]\.\d\d, \d+\.\d sec/epoch on \[cpu\(0\), cpu\(1\)\]"]
 
 
-# What both engines print: no start, split, loss or update differs.
+# What both backends print: no start, split, loss or update differs.
 LOSSES = {"lenet": [2.246, 2.246], "resnet18": [2.458, 2.348]}
 
 

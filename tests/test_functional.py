@@ -1,4 +1,4 @@
-"""Differentiable collectives, and the engine's functions by name."""
+"""Differentiable collectives, and the backend's functions by name."""
 import inspect
 
 import numpy as np
@@ -112,7 +112,7 @@ def test_ops_without_a_gradient_are_refused(backend):
             f"unknown op; received {op!r}. Use one of 'sum', 'mean'.")
 
 
-# -- the engine's functions ---------------------------------------------------
+# -- the backend's functions --------------------------------------------------
 
 # `from_host` takes an array of the host: that is `mgpu.put`.
 PUBLIC = sorted(name for name in vars(base.Ops)

@@ -1,4 +1,4 @@
-"""What users of Gluon type, on both engines, against the real Gluon.
+"""What users of Gluon type, on both backends, against the real Gluon.
 
 The network has known inputs and is in float64; numbers are dyadic, which
 MXNet's float32 scalars hold exactly, so 1e-12 leaves no room for another
@@ -510,7 +510,7 @@ def test_zero_grad_of_some_parameters(backend):
 
 @BOTH
 def test_files_of_parameters_are_gluons(backend, devices, tmp_path):
-    """Written on either engine, read by the real Gluon, and back."""
+    """Written on either backend, read by the real Gluon, and back."""
     file = str(tmp_path / "net.params")
     replicas = mgpu.initialize(bn_net(backend), devices, "xavier", seed=3)
     replicas.save_parameters(file)

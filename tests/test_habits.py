@@ -1,5 +1,5 @@
 """The table of docs/guide/habits.md: each cell of mgpu's is run on both
-engines, and works or is refused by name."""
+backends, and works or is refused by name."""
 import re
 from pathlib import Path
 
@@ -32,7 +32,7 @@ EarlyStopping Checkpoint LearningRateLog EMA accumulate clip_norm save load
 
 
 def rows(text):
-    """(ours, engines, meaning) of each row that has a cell of mgpu's."""
+    """(ours, backends, meaning) of each row that has a cell of mgpu's."""
     found = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]

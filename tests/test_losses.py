@@ -1,4 +1,4 @@
-"""Losses: Gluon's values and gradients on both engines, against Gluon's own
+"""Losses: Gluon's values and gradients on both backends, against Gluon's own
 losses and torch's functions (against formulas in NumPy: tests/oracle)."""
 import inspect
 import itertools
@@ -265,7 +265,7 @@ SEVERAL = [
     for leaf in range(1 if name == "CTCLoss" else 2)])
 def test_losses_of_several_arrays_are_gluons_and_torchs(number, leaf):
     """Gluon computes some of them in float32 only. On torch, and between the
-    engines, in float64. Gradients are those of argument `leaf`."""
+    backends, in float64. Gradients are those of argument `leaf`."""
     name, arrays, options, torchs = SEVERAL[number]
     found = {}
 
@@ -508,7 +508,7 @@ def test_a_loss_of_all_rows_on_several_devices(backend):
 
 
 def test_sequences_are_trained_alike_on_any_number_of_devices():
-    """`y` is a tuple of labels and lengths; both engines."""
+    """`y` is a tuple of labels and lengths; both backends."""
     found = []
     for engine in (e for e in ENGINES if e != "mxnet-np"):
         for count in (1, 3):
@@ -561,7 +561,7 @@ def test_reprs():
 
 
 class MeanSquare:
-    """A loss object in torch's manner, for both engines."""
+    """A loss object in torch's manner, for both backends."""
 
     def __init__(self, reduction="mean"):
         self.reduction = reduction

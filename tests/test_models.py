@@ -1,5 +1,5 @@
 """The book's two networks: sizes, order, initial bits; the same on both
-engines."""
+backends."""
 import numpy as np
 import pytest
 
@@ -52,7 +52,7 @@ def resnet_statistics():
 
 def test_resnet18_is_the_texts(engine):
     """76 arrays, 11,175,818 values, 34 running statistics; names, order and
-    initial bits are the same on both engines, and on both devices."""
+    initial bits are the same on both backends, and on both devices."""
     replicas = mgpu.initialize(models.resnet18(10), on(0, 1),
                                initializers.Normal(0.01))
     assert [(p.name, p.kind, p.shape) for p in replicas.params()] \
@@ -63,7 +63,7 @@ def test_resnet18_is_the_texts(engine):
     assert sum(int(np.prod(p.shape)) for p in replicas.params()) \
         == 11_175_818
     assert len(replicas.statistics()) == 34
-    # What NumPy draws, whatever the engine and the device.
+    # What NumPy draws, whatever the backend and the device.
     for number, p in enumerate(replicas.params()):
         wanted = initializers.draw_parameter(
             p.kind, p.shape, "float32", initializers.Normal(0.01), seed=0,

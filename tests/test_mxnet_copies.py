@@ -1,4 +1,4 @@
-"""The MXNet network of the engine on several contexts: what plain Gluon
+"""The MXNet network of the backend on several contexts: what plain Gluon
 computes on one, with the gradients in the network's own parameters."""
 import copy
 import pickle
@@ -43,7 +43,7 @@ def no_join(values, name, place):
 
 
 class Run:
-    """A network of the engine on devices."""
+    """A network of the backend on devices."""
 
     def __init__(self, backend, net, devices, x=None, options=None):
         self.backend, self.net, self.devices = backend, net, devices

@@ -239,7 +239,7 @@ def test_other_buffers_are_copied_as_they_are(engine, devices):
         assert mgpu.to_numpy(value).tolist() == [7]
     values = replicas.export_numpy()
     assert values.pop("offset").tolist() == [7]
-    replicas.import_numpy(values)       # the other engine may not have it
+    replicas.import_numpy(values)       # the other backend may not have it
 
 
 @on_torch

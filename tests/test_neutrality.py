@@ -27,7 +27,7 @@ NAMES = FRAMEWORKS | {"gluon", "pytorch"}
 # -- what the source says -----------------------------------------------------
 
 def _names_engines(node):
-    """Whether an expression is an engine's name, or a collection of them."""
+    """Whether an expression is a backend's name, or a collection of them."""
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
         return any(map(_names_engines, node.elts))
     return isinstance(node, ast.Constant) and node.value in NAMES
@@ -40,7 +40,7 @@ def _is_backend_name(node):
 
 
 def offences(source):
-    """Lines of neutral code that import a framework, or ask which engine is
+    """Lines of neutral code that import a framework, or ask which backend is
     in use."""
     found = []
     for node in ast.walk(ast.parse(source)):

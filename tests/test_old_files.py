@@ -97,7 +97,7 @@ def missing(names):
 
 def test_public_names_of_the_previous_version():
     """0.2's, with those of 0.1 that 0.2 honours, and members of classes that
-    the guides and examples use. (A device has no object of the engine's.
+    the guides and examples use. (A device has no object of the backend's.
     Three of MXNet's names raised with a hint, and still do; losses look up
     themselves what they are called with.)"""
     names = json.loads((NEW / "names.json").read_text(encoding="utf-8"))

@@ -304,7 +304,7 @@ def numbered(cases=CASES, keep=lambda case: True):
     keep=lambda case: {"gluon": "mxnet", "torch": "torch"}[case.semantics]
     in BACKENDS))
 def test_rule_is_the_library(number):
-    """The trajectory on each engine is that of the library to rounding; the
+    """The trajectory on each backend is that of the library to rounding; the
     tolerance says which rounding."""
     case = CASES[number]
     weights, grads = library_problem(case)

@@ -275,7 +275,7 @@ def test_autocast_float16_with_a_dynamic_scale(name):
 @pytest.mark.parametrize("dtype, strict", [("float32", False),
                                            ("float64", True)])
 def test_a_power_of_two_changes_no_bit(backend, devices, dtype, strict):
-    """In strict mode the engine's own arrays are updated, as on GPUs, not
+    """In strict mode the backend's own arrays are updated, as on GPUs, not
     the host's memory behind them."""
     wanted, norms = None, []
     for scale in (None, 1024.0, 2.0 ** -5, "dynamic"):

@@ -210,7 +210,7 @@ def test_lists_are_cut_with_the_rows(devices):
 # -- files --------------------------------------------------------------------
 
 def test_a_file_has_the_same_bits_on_any_devices(backend, tmp_path):
-    """And on the other engine."""
+    """And on the other backend."""
     replicas = made(backend, on(0, 1, 2))
     values = replicas.export_numpy()
     replicas.save(tmp_path / "net")

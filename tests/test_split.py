@@ -1,4 +1,4 @@
-"""Cutting batches: Gluon's sizes and errors, on both engines, for native
+"""Cutting batches: Gluon's sizes and errors, on both backends, for native
 arrays of both families of MXNet and for NumPy's."""
 import argparse
 import array

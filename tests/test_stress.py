@@ -48,7 +48,7 @@ BEGIN = """
 
 
 def start(name, code):
-    """A process that runs `BEGIN` and `code` on the engine `name`."""
+    """A process that runs `BEGIN` and `code` on the backend `name`."""
     text = textwrap.dedent(BEGIN.format(name=name)) + textwrap.dedent(code)
     return subprocess.Popen(
         [forked.python(), "-W", "ignore", "-c", text],

@@ -1,4 +1,4 @@
-"""PyTorch's names on `Replicas`, and its initializers, on both engines."""
+"""PyTorch's names on `Replicas`, and its initializers, on both backends."""
 import functools
 import warnings
 

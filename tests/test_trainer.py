@@ -53,7 +53,7 @@ def test_k_devices_are_one_device(backend, k, name, options):
 @pytest.mark.parametrize("semantics", mgpu.optimizers.RULES)
 def test_blocks_of_a_weight_are_the_whole(backend, semantics, monkeypatch):
     """In the host's memory a rule gets a few numbers of a weight at a time,
-    in NumPy; by itself it gets whole arrays of the engine. (Rules that need
+    in NumPy; by itself it gets whole arrays of the backend. (Rules that need
     a norm, or row, of a whole weight always get it.)"""
     monkeypatch.setattr(host_memory, "UPDATE_BLOCK", 64)
     monkeypatch.setattr(host_memory, "SHARE", 16)

@@ -18,7 +18,7 @@ SAVED = [("sgd", {"momentum": 0.5}), ("adam", {}), ("nadam", {}),
     "momentum", "adam", "nadam", "ftrl", "sgd"])
 def test_resumed_training_equals_uninterrupted_training(
         devices, tmp_path, name, options):
-    """Bit for bit on the same engine and devices, the schedule's position
+    """Bit for bit on the same backend and devices, the schedule's position
     and the rate included."""
     def trainer_of(replicas):
         return mgpu.Trainer(

@@ -1,6 +1,6 @@
-"""The registry of engines: which backend is in use; it is loaded on first use.
+"""The registry of backends: which one is in use; it is loaded on first use.
 
-No module of `mgpu`, except the engines' own, imports a framework when it is
+No module of `mgpu`, except the backends' own, imports a framework when it is
 imported.
 """
 import contextlib
@@ -86,7 +86,7 @@ def _load(name: str) -> Backend:
 
 
 def set_backend(name: str) -> None:
-    """Choose the engine for every thread, until the next `set_backend`.
+    """Choose the backend for every thread, until the next `set_backend`.
 
     Loads the framework now, so that a missing one is an error here.
 
@@ -110,7 +110,7 @@ def set_backend(name: str) -> None:
 
 @contextlib.contextmanager
 def using_backend(name: str) -> Iterator[Backend]:
-    """Use the engine `name` inside a ``with`` block, in this context only.
+    """Use the backend `name` inside a ``with`` block, in this context only.
 
     That is a `contextvars` context, which threads started by `mgpu.parallel`
     inherit. The earlier choice comes back at the end of the block, also after
@@ -151,14 +151,14 @@ def default_backend() -> str:
 
 
 def get_backend() -> Backend:
-    """The engine in use: that of the innermost `using_backend`, else of
+    """The backend in use: that of the innermost `using_backend`, else of
     `set_backend`, else `default_backend`. Loads it on first use.
 
     Raises
     ------
     BackendNotAvailable
         Its framework is not installed or does not load. mgpu never falls
-        back to another engine than the one that was named.
+        back to another backend than the one that was named.
     """
     name = _scoped.get() or _chosen or default_backend()
     return _instances.get(name) or _load(name)
@@ -195,9 +195,9 @@ def backend_for(net: Any) -> Backend:
 
 def given(x: Any) -> Given | None:
     """Who knows what `x`, an object or a function, is in mgpu's terms: the
-    engine of the framework that made its class, or that it stands in; None
+    backend of the framework that made its class, or that it stands in; None
     where that is neither. A `functools.partial` is what its function is. Loads
-    that engine's `given` only."""
+    that backend's `given` only."""
     while isinstance(x, functools.partial):
         x = x.func
     places = [cls.__module__ for cls in type(x).__mro__]
@@ -225,7 +225,7 @@ def mxnet_compat() -> ModuleType:
 
     It also works after an ``import mxnet`` that has failed. The aliases exist
     only while MXNet is imported; NumPy is then as it was before. Choosing the
-    engine (``mgpu.set_backend("mxnet")``, or any call that loads it) does the
+    backend (``mgpu.set_backend("mxnet")``, or any call that loads it) does the
     same. MXNet gets mgpu's settings: one OpenMP thread for each CPU context.
 
     Returns
@@ -243,7 +243,7 @@ def mxnet_compat() -> ModuleType:
 
 
 def recording_elsewhere(backend: Backend) -> str | None:
-    """The name of another engine that records in this thread while `backend`
+    """The name of another backend that records in this thread while `backend`
     does not, so that what `backend` computes would not be recorded; else
     None."""
     if backend.is_recording():
@@ -265,5 +265,5 @@ def available_backends() -> list[str]:
 
 
 def loaded_backends() -> list[Backend]:
-    """The engines that this process has loaded so far."""
+    """The backends that this process has loaded so far."""
     return list(_instances.values())

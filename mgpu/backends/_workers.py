@@ -1,6 +1,6 @@
 """Threads, one per device, that live as long as the process.
 
-Both engines run thunks (functions without arguments) through `Workers`: torch
+Both backends run thunks (functions without arguments) through `Workers`: torch
 all but short ones, because a CPU backward pass runs in the thread that calls
 it; MXNet only where thunks wait for each other.
 """
@@ -43,7 +43,7 @@ class Workers:
     A thread starts when there is first work for it. After `IDLE` seconds
     without any it gives freed memory back. At the end of the interpreter all
     are ended, which waits for their work: it cannot be cut short in the
-    engine's code.
+    backend's code.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class Workers:
         begun or all have run, once: none waits for one that was never
         started, and no thread goes on after the call (a second Ctrl-C does
         not wait). Without `carry` they run in no modes of the caller's: they
-        call nothing of the engine's.
+        call nothing of the backend's.
         """
         if inside_worker():
             return run_in_turn(thunks)

@@ -1,19 +1,19 @@
-"""The contract of an engine: what MXNet and PyTorch do differently.
+"""The contract of a backend: what MXNet and PyTorch do differently.
 
-What is the same on both engines is written once, in the other modules of
-`mgpu`. An engine writes three classes:
+What is the same on both backends is written once, in the other modules of
+`mgpu`. A backend writes three classes:
 
 - `Ops`: functions of arrays whose names or arguments differ;
 - `Network`: a user's network, and its passes on several devices;
 - `Backend`: arrays, gradients, recording, work on several devices.
 
 A method without a body is required; `tests/test_contract.py` checks that both
-engines write it. Every other one is optional: its default works on any
-engine, or refuses (NotImplementedError). What parity asks of a network besides
+backends write it. Every other one is optional: its default works on any
+backend, or raises NotImplementedError. What parity asks of a network besides
 is in `probing`. The registry (`mgpu/backends/__init__.py`) finds the `Backend`
-class as ``BACKEND`` in the engine's module.
+class as ``BACKEND`` in the backend's module.
 
-Neutral code may use these directly on native arrays of either engine:
+Neutral code may use these directly on native arrays of either backend:
 ``+ - * /`` and ``+= -= *= /=`` with arrays and Python floats, ``** p``,
 ``-x``, ``abs(x)``, ``x[i:j]`` on axis 0 (a view that writes through),
 ``x[:] = v`` (`v` may live on another device), ``x.shape``,
@@ -79,7 +79,7 @@ class Spec(NamedTuple):
     lr_mult: float = 1.0
     wd_mult: float = 1.0
     #: what a gamma or beta that its layer does not learn starts from; where
-    #: one engine's layer keeps it, the other's has none
+    #: one backend's layer keeps it, the other's has none
     constant: float | None = None
 
 
@@ -120,7 +120,7 @@ Runner = Callable[[Sequence[Callable[[], Any]]], list[Any]]
 class Ops(Protocol):
     """Functions of native arrays, differentiable while recording.
 
-    Each takes and returns arrays of the engine, on one device, and allocates
+    Each takes and returns arrays of the backend, on one device, and allocates
     its result. `axis` counts as in NumPy.
     """
 
@@ -202,9 +202,9 @@ class Ops(Protocol):
         """A copy of `x` with another dtype."""
 
     def stop_gradient(self, x: Array) -> Array:
-        """`x` without its history; shares memory where the engine can."""
+        """`x` without its history; shares memory where the backend can."""
 
-    # optional: an engine's own function may be faster, or more exact
+    # optional: a backend's own function may be faster, or more exact
 
     def sigmoid(self, x: Array) -> Array:
         """``1 / (1 + exp(-x))``."""
@@ -603,14 +603,14 @@ class Network(Probe, Protocol):
         `watch_layers`, `use_masks` and `Backend.strict` the
         network runs layer by layer. ``channels_last``: 4-d parameters and
         inputs keep their values and lie in memory with the channels last,
-        where the engine has such an order. ``autocast``: passes run with that
-        dtype where the engine holds it to be safe; parameters, gradients and
+        where the backend has such an order. ``autocast``: passes run with that
+        dtype where the backend holds it to be safe; parameters, gradients and
         running statistics keep theirs, and outputs are float32.
 
         Raises
         ------
         ValueError
-            The engine cannot run this network so.
+            The backend cannot run this network so.
         RuntimeError
             It lacks a compiler.
         """
@@ -649,10 +649,10 @@ def forward_call(function: Callable[..., Any], inputs: Sequence[Any]
     return partial(function, *args, **kwargs)
 
 
-# -- the engine ---------------------------------------------------------------
+# -- the backend --------------------------------------------------------------
 
 class Backend(Protocol):
-    """An engine; the docstrings of the methods are the contract."""
+    """A backend; the docstrings of the methods are the contract."""
 
     #: canonical name: "mxnet" or "torch"
     name: ClassVar[str]
@@ -703,7 +703,7 @@ class Backend(Protocol):
         the errors of that work."""
 
     def is_native(self, x: Any) -> bool:
-        """Whether `x` is an array of this engine."""
+        """Whether `x` is an array of this backend."""
 
     def synchronize(self, devices: Sequence[Device]) -> None:
         """Return when all work queued on all of `devices` is done."""
@@ -779,7 +779,7 @@ class Backend(Protocol):
         """
 
     def seed(self, seed: int) -> None:
-        """Restart the engine's random streams (dropout masks): one for each
+        """Restart the backend's random streams (dropout masks): one for each
         device, from (seed, device)."""
 
     # optional: several processes
@@ -852,7 +852,7 @@ class Backend(Protocol):
 
     def export_streams(self) -> dict[str, np.ndarray]:
         """The random streams as arrays by name. A run that goes on from here
-        draws what another one draws after `fit_streams`. An engine that
+        draws what another one draws after `fit_streams`. A backend that
         cannot read its streams starts new ones here, from a seed that the
         ones before determine."""
 
@@ -860,7 +860,7 @@ class Backend(Protocol):
               ) -> tuple[Any, bool]:
         """What `thunk` returns, and whether it has taken numbers from the
         streams that `export_streams` has, on these devices, or has set one.
-        An engine that cannot read its streams starts new ones here."""
+        A backend that cannot read its streams starts new ones here."""
 
     def fit_streams(self, streams: Mapping[str, np.ndarray]
                     ) -> Callable[[], None]:
@@ -869,7 +869,7 @@ class Backend(Protocol):
 
     def kept_streams(self) -> Callable[[], None]:
         """A function that puts the random streams of this process, NumPy's
-        and Python's global ones too, back as they are now. Those of an engine
+        and Python's global ones too, back as they are now. Those of a backend
         that cannot read them stay."""
         engine = self._kept_streams()
         numpy, python = np.random.get_state(), random.getstate()
@@ -1057,5 +1057,5 @@ class Backend(Protocol):
     # optional: advice
 
     def doctor(self) -> list[tuple[str, str]]:
-        """What `mgpu doctor` should say about this engine's settings: pairs
+        """What `mgpu doctor` should say about this backend's settings: pairs
         (level, text), where level is "info", "warning" or "error"."""

@@ -1,10 +1,10 @@
-"""Devices: where an array lives, named the same way on both engines.
+"""Devices: where an array lives, named the same way on both backends.
 
 A `Device` is a kind (``"cpu"`` or ``"gpu"``) and an index. CPU devices are
 *logical*: `cpu(0)`, `cpu(1)`, ... share one processor and its memory, and
 each holds arrays of its own, copied to it as to a GPU. So code for several
 GPUs runs, and can be tested, on a machine without one. GPU devices are those
-that the engine of the current backend sees.
+that the current backend sees.
 """
 import re
 from collections.abc import Sequence

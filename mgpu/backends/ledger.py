@@ -1,4 +1,4 @@
-"""What an engine reports inside `mgpu.strict_devices`: copies between
+"""What a backend reports inside `mgpu.strict_devices`: copies between
 devices, and operations that mix them."""
 import contextlib
 import threading
@@ -57,7 +57,7 @@ class Ledger:
 
 
 class Ledgers:
-    """The ledgers that one engine reports to, in the present context."""
+    """The ledgers that one backend reports to, in the present context."""
 
     def __init__(self) -> None:
         self._context: ContextVar[tuple[Ledger, ...]] = ContextVar(

@@ -1,4 +1,4 @@
-"""Errors that both engines raise, with one text.
+"""Errors that both backends raise, with one text.
 
 A check returns nothing and raises; the other functions make an exception for
 their caller to raise.
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-#: what host data may hold: the dtypes that both engines have
+#: what host data may hold: the dtypes that both backends have
 DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64",
           "bool")
 
@@ -17,7 +17,7 @@ DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64",
 def host_array(x: Any) -> np.ndarray:
     """A fresh, contiguous NumPy copy of `x`.
 
-    Python floats become float32, the default of both engines; arrays keep
+    Python floats become float32, the default of both backends; arrays keep
     their dtype.
 
     Raises
@@ -119,14 +119,14 @@ def not_again() -> RuntimeError:
 
 def wrong_device(device: Any, actual: Any) -> ValueError:
     """An array on `actual` was given to the replica on `device`. Raised by
-    the replicas of both engines when they are called."""
+    the replicas of both backends when they are called."""
     return ValueError(
         f"the replica on {device} takes arrays on {device}; received one on "
         f"{actual}. Use mgpu.put(x, {device}) or mgpu.split_and_load.")
 
 
 def not_native(x: Any, backend: str) -> TypeError:
-    """`x` is not an array of the engine `backend`."""
+    """`x` is not an array of the backend `backend`."""
     refuse_foreign(x, backend)
     return TypeError(f"expected an array of the {backend} backend; received "
                      f"{type(x).__name__}. Use mgpu.put(x, device).")
@@ -183,7 +183,7 @@ def watched_rendezvous(what: Any) -> RuntimeError:
 
 
 def not_a_network(net: Any, backend: str, expected: str) -> TypeError:
-    """`net` is not a network of the engine `backend`."""
+    """`net` is not a network of the backend `backend`."""
     if isinstance(net, type):
         return TypeError(
             f"the {backend} backend takes a {expected}; received the class "
@@ -200,7 +200,7 @@ def not_a_network(net: Any, backend: str, expected: str) -> TypeError:
 
 def not_supported(backend: str, what: str, cure: str = "use another backend "
                   "for it.") -> NotImplementedError:
-    """The engine has not written an optional method of the contract."""
+    """The backend has not written an optional method of the contract."""
     return NotImplementedError(f"the {backend} backend has no {what}; {cure}")
 
 

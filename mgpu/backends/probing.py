@@ -1,4 +1,4 @@
-"""What parity asks of an engine: single layers, and training steps of the
+"""What parity asks of a backend: single layers, and training steps of the
 user's own."""
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ ContextManager = AbstractContextManager[None]
 
 
 class Layer(NamedTuple):
-    """A layer that contains no other layers, described for both engines."""
+    """A layer that contains no other layers, described for both backends."""
 
     path: str           # "features.3.bn1"; "" for a network of one layer
     kind: str           # dense conv batch_norm dropout max_pool ..., or the
@@ -32,7 +32,7 @@ _TOLD = {"activation", "clip", "hardtanh", "leaky_relu", "log_softmax", "relu",
 
 def may_look_inside(layer: type, engine: str) -> bool:
     """Whether the functions that an innermost layer without parameters calls
-    are told one by one: those of a class that is not the engine's own, whose
+    are told one by one: those of a class that is not the backend's own, whose
     name says nothing of what it does."""
     return not layer.__module__.startswith(engine + ".") \
         and layer.__name__.lower() not in _COMPOSED
@@ -79,7 +79,7 @@ DrawMask = Callable[[Array, float, tuple[int, ...], int], Array]
 #: ``seen(path, inputs, outputs, index)`` is called after each layer's call,
 #: and with a path of `Probe.functions` after that of a function that could
 #: be a layer, between layers or in a small one of the user's own
-#: (`may_look_inside`). Where the engine can (`Probe.replaces`), a
+#: (`may_look_inside`). Where the backend can (`Probe.replaces`), a
 #: list of arrays that it returns takes the place of the outputs.
 LayerCallback = Callable[[str, tuple[Any, ...], Any, int],
                          "Sequence[Array] | None"]
@@ -171,7 +171,7 @@ class OwnParts(Protocol):
     averaged : bool
         Whether there is an average of the weights: slot `AVERAGE`.
     clip_epsilon : float
-        What the engine's own clipping by the global norm adds to the norm.
+        What the backend's own clipping by the global norm adds to the norm.
     text : str
         The parts in words.
     """
@@ -208,7 +208,7 @@ class Probe(Protocol):
     #: layers compute as they do without mgpu: on torch, batch norm keeps the
     #: unbiased variance (see `Backend.gluonize`). Set it before a call.
     own_arithmetic: bool = False
-    #: None: the engine has no choice
+    #: None: the backend has no choice
     float32: Float32Functions | None = None
     #: whether what a `LayerCallback` returns takes the place of outputs
     replaces: bool = False

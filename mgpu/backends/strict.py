@@ -1,6 +1,6 @@
 """Logical CPU devices that are as strict as GPUs.
 
-Logical CPU devices share one memory, so an engine lets through what would
+Logical CPU devices share one memory, so a backend lets through what would
 stop a program on GPUs: torch has one CPU device only, and MXNet's CPU
 contexts may be mixed. `strict_devices` refuses it on any machine.
 """
@@ -31,7 +31,7 @@ def strict_devices() -> Iterator[Ledger]:
     collectives, `initialize`), and ``x[:] = v``, ``x.copy_(v)`` (torch),
     ``v.copyto(x)`` (MXNet) from one device to another.
 
-    Holds for the engine in use and for every other one that is loaded, in
+    Holds for the backend in use and for every other one that is loaded, in
     the calling thread and in what `mgpu.parallel` and the replicas run for
     it, until the end of the block, also after an error. Threads that the
     user starts are not covered. Blocks may be nested; each counts what is

@@ -48,7 +48,7 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
     gradients that no step has applied, or that are added up; what layers give
     by ``get_extra_state`` (torch: numbers, text, arrays, and lists, tuples
     and dicts of them); the trainer's slots, counts, rate and
-    dynamic loss scale; of every process the random streams of the engine,
+    dynamic loss scale; of every process the random streams of the backend,
     NumPy's global one and Python's; the position in `data`. Options are not:
     the program that goes on makes network, trainer, schedule (a function of
     the number of the update) and data as this one did. Waits for pending
@@ -225,7 +225,7 @@ def load_checkpoint(file: files.FilePath, replicas: Replicas,
                     seed: int | None = None) -> None:
     """Go on from a file of `save_checkpoint`.
 
-    On the same engine, processes and devices the run has the bits of the one
+    On the same backend, processes and devices the run has the bits of the one
     that saved. What an update that failed midway has torn is whole after it.
     After Ctrl-C inside the call, load again. With several processes call it
     on every rank: rank 0 reads the file, and the others receive what is in
@@ -237,8 +237,8 @@ def load_checkpoint(file: files.FilePath, replicas: Replicas,
     replicas, trainer, data
         Made as for the run that saved; `data` if and only if that gave it.
     seed : int, optional
-        Begin new random streams of the engine, as `mgpu.seed` does, in the
-        place of those in the file: for another engine, other devices, or
+        Begin new random streams of the backend, as `mgpu.seed` does, in the
+        place of those in the file: for another backend, other devices, or
         another number of processes.
 
     Raises
@@ -248,7 +248,7 @@ def load_checkpoint(file: files.FilePath, replicas: Replicas,
         changed.
     ValueError
         Values, states or data do not
-        fit; other devices or another engine without `seed`; another number
+        fit; other devices or another backend without `seed`; another number
         of devices, and buffers (``batch_norm="per_device"``) that differ from
         device to device. All differences are listed, and nothing has changed.
     OSError

@@ -97,7 +97,7 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
                       batch_size: float | None = None,
                       dtype: str | None = None, softmax: bool = False,
                       batch_norm: str = "per_device") -> Resumed:
-    """Go on with a training of Gluon's, or of MXNet's Module, on the engine
+    """Go on with a training of Gluon's, or of MXNet's Module, on the backend
     in use.
 
     The next steps are those that MXNet would have done: its optimizer with
@@ -523,7 +523,7 @@ def _split_state(rule: Optimizer, state: Any, weight: np.ndarray, name: str
     return dict(zip(slots, found)), copy
 
 
-# -- onto the engine ----------------------------------------------------------
+# -- onto the backend ---------------------------------------------------------
 
 def _multipliers(saved: _Training, graph: Graph,
                  known: Mapping[str, Parameter], what: str,

@@ -17,7 +17,7 @@ FORMAT = "mgpu trainer states 2"
 FORMATS = (FORMAT, "mgpu trainer states 1")
 
 class TrainerStates(NamedTuple):
-    """The states of a trainer as NumPy copies, whatever the engine and the
+    """The states of a trainer as NumPy copies, whatever the backend and the
     number of devices."""
 
     optimizer: str                              # the class's name

@@ -17,7 +17,7 @@ from mgpu.utils import files
 @click.command(cls=Command)
 @option("--model", default="lenet", metavar="lenet|resnet18|MODULE:FACTORY",
         help="The network. FACTORY is a function without arguments that "
-        "makes a network of the engine in use.")
+        "makes a network of the backend in use.")
 @option("--devices", default="1,2", metavar="1,2|cpu:0,cpu:1",
         type=Parsed(shared.parse_runs),
         help="Numbers of devices to compare, or the devices of one run.")
@@ -41,7 +41,7 @@ def bench(model: str, devices: list[Any], backend: str | None,
     """Measure the speed of training here.
 
     A network is trained on random data: how fast, where the time goes, and
-    what more devices would give. Engines and numbers of devices take turns.
+    what more devices would give. Backends and numbers of devices take turns.
     See docs/guide/profiling.md.
     """
     shared.check_folders(json=json_file, trace=trace_file)

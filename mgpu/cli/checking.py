@@ -437,7 +437,7 @@ def _batches(net: Any, inputs: Inputs, rows: Mapping[int, int], dtype: str,
             shapes = [y.shape for y in written.run()]
         except Refused:
             raise
-        except Exception as error:      # of an engine, or of a source
+        except Exception as error:      # of a backend, or of a source
             line = str(error).strip().partition("\n")[0]
             raise Refused(
                 "--input gives the shapes of one example of each input; "

@@ -10,8 +10,8 @@ from mgpu.tools import doctor as examination
 def doctor(as_json: bool) -> None:
     """Tell whether this machine is fit.
 
-    Shows versions, engines and why one does not load, devices, threads, and
-    risky settings. Exit status 1 if the default engine does not load or a
+    Shows versions, backends and why one does not load, devices, threads, and
+    risky settings. Exit status 1 if the default backend does not load or a
     setting is wrong.
     """
     click.get_current_context().exit(

@@ -86,9 +86,9 @@ def _module_of(file: Path) -> Any:
 
 @contextlib.contextmanager
 def engines() -> Iterator[None]:
-    """Every engine that is installed is loaded, before a module of the
+    """Every backend that is installed is loaded, before a module of the
     user's imports it: MXNet needs NumPy's old names for that. An import that
-    fails in the block says also why an engine was not loaded."""
+    fails in the block says also why a backend was not loaded."""
     missing = []
     for name in mgpu.available_backends():
         try:

@@ -107,7 +107,7 @@ def _pairs(title: str) -> Any:
 
 #: how the entries of `inspect_file` are shown, in this order
 _SHOWN: dict[str, Any] = {
-    "engine": lambda name: print_text(f"engine: {name}"),
+    "engine": lambda name: print_text(f"backend: {name}"),
     "devices": _names("devices"),
     "optimizer": lambda name: print_text(f"optimizer: {name}"),
     "settings": _pairs("settings"),

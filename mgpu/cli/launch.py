@@ -18,7 +18,7 @@ from mgpu.distributed import launch as starting
         "MXNet's KVStore. Default: $MGPU_ENGINE, else torch.")
 @option("--backend", type=Choice([*backends.NAMES, *backends.ALIASES]),
         default=None, metavar="|".join(backends.NAMES),
-        help="The engine of a script that chooses none. Default: "
+        help="The backend of a script that chooses none. Default: "
         "$MGPU_BACKEND, else the one that is installed, mxnet where both "
         "are.")
 @option("--max-restarts", type=IntRange(0), default=0, help="How often all "

@@ -174,7 +174,7 @@ class Parsed(click.ParamType):
 _OPTIONS: dict[str, tuple[Any, Any, str | None, str]] = {
     "--backend": (
         Choice([*backends.NAMES, *backends.ALIASES, "both"]), None,
-        "|".join([*backends.NAMES, "both"]), "The engine to run on. Default: "
+        "|".join([*backends.NAMES, "both"]), "The backend to run on. Default: "
         "$MGPU_BACKEND, else the one that is installed, mxnet where both "
         "are."),
     "--dtype": (Choice(["float32", "float64"]), "float32", None,
@@ -265,7 +265,7 @@ def given(ctx: click.Context) -> set[str]:
 
 
 def engines(backend: str | None) -> list[str]:
-    """The names of the engines that ``--backend`` means; they are loaded."""
+    """The names of the backends that ``--backend`` means; they are loaded."""
     if backend == "both":
         return list(backends.NAMES)
     if backend is None:

@@ -41,7 +41,7 @@ else:
 
 @contextlib.contextmanager
 def _ready() -> Iterator[Callable[[int, int], None]]:
-    """The engines are loaded; gives what shows progress on standard error,
+    """The backends are loaded; gives what shows progress on standard error,
     if somebody looks at it."""
     with find.engines(), ProgressBar(sys.stderr.isatty(), "steps") as bar:
         yield bar.reach

@@ -58,7 +58,7 @@ def reproduce(ctx: click.Context, chapter: str, backend: str | None,
     The book is Dive into Deep Learning (d2l.ai); the chapters are "Automatic
     Parallelism", "Training on Multiple GPUs" (lenet) and "Concise
     Implementation for Multiple GPUs" (resnet18). Every training ends with the
-    book's line. At the end a table is printed, and with both engines the
+    book's line. At the end a table is printed, and with both backends the
     largest difference between them.
     """
     times_only = chapter == "auto-parallelism"

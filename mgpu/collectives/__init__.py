@@ -1,4 +1,4 @@
-"""Collectives over a list with one array per device, for both engines.
+"""Collectives over a list with one array per device, for both backends.
 
 They run in place and return None, as in the book, unless they say that they
 return something. Each takes its sums in a fixed order, which its strategy

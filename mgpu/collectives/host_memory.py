@@ -3,9 +3,9 @@
 CPU devices are parts of one host and have its memory in common. There a
 thread per core goes through all arrays of its share in blocks that stay in
 the core's cache: each array is read from memory once and written once. The
-formulas are those of the engines, in NumPy, once for both engines.
+formulas are those of the backends, in NumPy, once for both backends.
 
-A function here returns False, and does nothing, where the engine gives no
+A function here returns False, and does nothing, where the backend gives no
 views of the arrays (`Backend.host_views`): on GPUs, for example, and inside
 `mgpu.strict_devices`, which is to see every copy.
 """
@@ -58,7 +58,7 @@ def work_on(columns: Sequence[list[np.ndarray]], begin: int, end: int,
              size: int, work: Callable[[int, list[np.ndarray]], None]) -> None:
     """The bytes from `begin` to `end`, counted over all columns."""
     probes.at_once()
-    with np.errstate(all="ignore"):     # as the engines: NaN says enough
+    with np.errstate(all="ignore"):     # as the backends: NaN says enough
         for j, column in enumerate(columns):
             itemsize, n = column[0].itemsize, len(column[0])
             low, high = [min(max(x, 0) // itemsize, n) for x in (begin, end)]

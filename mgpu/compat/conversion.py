@@ -1,4 +1,4 @@
-"""Networks that Gluon has exported, on the engine in use."""
+"""Networks that Gluon has exported, on the backend in use."""
 import os
 import tempfile
 from collections.abc import Callable, Sequence

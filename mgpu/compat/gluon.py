@@ -81,7 +81,7 @@ def collect_params(replicas: "Replicas", select: str | None = None
     select : str, optional
         A regular expression that a name matches from its beginning:
         ``".*weight|.*bias"``. Names are mgpu's, paths such as
-        ``"0.weight"``, the same on both engines, and not Gluon's
+        ``"0.weight"``, the same on both backends, and not Gluon's
         ``dense0_weight``.
 
     Raises
@@ -108,7 +108,7 @@ def save_parameters(replicas: "Replicas", filename: FilePath,
                     deduplicate: bool = False) -> None:
     """Write all values in Gluon's format, whole or not at all.
 
-    `load_parameters` reads the file on either engine, and so does
+    `load_parameters` reads the file on either backend, and so does
     ``net.load_parameters`` of a Gluon network with the same layers: its
     names are mgpu's, which are Gluon's paths. Counters that only torch
     has are left out. Values are those of `export_numpy`.

@@ -1,4 +1,4 @@
-"""MXNet's names for scripts that run on either engine.
+"""MXNet's names for scripts that run on either backend.
 
 A Gluon script keeps its lines and changes what it imports::
 
@@ -137,7 +137,7 @@ class Rows(OnDevices, NDArrayOperatorsMixin):
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any,
                         **kwargs: Any) -> "Rows":
         """An operator of these rows with numbers or other `Rows`, on each
-        device; of floats, since engines divide whole numbers otherwise."""
+        device; of floats, since backends divide whole numbers otherwise."""
         of = _OPERATORS.get(ufunc)
         if of is None or method != "__call__" or kwargs:
             raise TypeError(

@@ -1,7 +1,7 @@
-"""Data sets, and one seeded order of batches for both engines.
+"""Data sets, and one seeded order of batches for both backends.
 
-Everything here is NumPy: a batch becomes an array of an engine when it is
-split over devices, so that both engines see the same bits in the same order.
+Everything here is NumPy: a batch becomes an array of a backend when it is
+split over devices, so that both backends see the same bits in the same order.
 
 ==================  =====================================================
 `fashion_mnist`     the data set of the book, read from its IDX files
@@ -82,7 +82,7 @@ class BatchIterator:
     those that its devices would have in one process; perhaps none. The order
     of epoch `e` is
     ``numpy.random.default_rng([seed, e]).permutation(n)``: the same on both
-    engines, independent of every other random number, and known
+    backends, independent of every other random number, and known
     without the epochs before it, so that a training can be resumed by
     setting `epoch`.
 

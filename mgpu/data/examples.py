@@ -20,7 +20,7 @@ _COMPARED = 3
 
 
 class Arrays(Protocol):
-    """What an engine does with native arrays here: `Backend.batch_arrays`."""
+    """What a backend does with native arrays here: `Backend.batch_arrays`."""
 
     def take(self, x: Any, axis: int, start: int, stop: int, device: Any
              ) -> Any:

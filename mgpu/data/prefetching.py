@@ -199,7 +199,7 @@ class Prefetched:
                 else backend.drawing(stop)))
             for _ in range(depth):
                 wanted.put(True)
-            # Code of an engine aborts where the interpreter ends under it.
+            # Code of a backend aborts where the interpreter ends under it.
             atexit.register(end, AT_EXIT)
             try:
                 _hand_out(job, ended)

@@ -1,4 +1,4 @@
-"""``torch.distributed`` as the engine: gloo on CPUs, NCCL on CUDA cards."""
+"""``torch.distributed`` as the backend: gloo on CPUs, NCCL on CUDA cards."""
 import contextlib
 import os
 import socket

@@ -1,4 +1,4 @@
-"""MXNet's KVStore as the engine of sums: a parameter server (Li et al.,
+"""MXNet's KVStore as the backend of sums: a parameter server (Li et al.,
 "Scaling Distributed Machine Learning with the Parameter Server", 2014).
 
 Gradients are added up by a server of ``dist_sync``, in float32; all else goes

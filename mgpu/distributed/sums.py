@@ -35,7 +35,7 @@ class Sums:
     def begin(self, rows: bool, engine: str, wait: Callable[[], None]
               ) -> list[bool]:
         """A pass begins, which all ranks do together. Which of them have
-        rows. ``wait()`` waits until backward passes of `engine` that are
+        rows. ``wait()`` waits until backward passes of `backend` that are
         under way have ended."""
         found = self._world.gather("a pass with batch_norm='sync'", rows)
         self.passes += 1
@@ -71,7 +71,7 @@ class Sums:
         said = self._agree([name, str(part.dtype), list(part.shape), more])
         if not any(said[3]):
             return said[3], None
-        # In float64, which an engine leaves to gloo if it adds in another
+        # In float64, which a backend leaves to gloo if it adds in another
         # dtype: MXNet calls this in the middle of an operation, where its
         # KVStore would wait for ever.
         flat = part.reshape(-1).astype(np.float64)

@@ -459,7 +459,7 @@ def batch_in_words(batch: Sequence[Any]) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """An error in one line, without places in the source of an engine."""
+    """An error in one line, without places in the source of a backend."""
     text = re.sub(r"\[?/\S+\.(cc|cpp|h):\d+\]? ?", "", str(error))
     return f"{type(error).__name__}: {text}".rstrip(": ")
 

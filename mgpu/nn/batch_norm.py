@@ -166,7 +166,7 @@ class SyncBatchNorm:
     Mean and biased variance of the whole batch, each device's share weighted
     by its rows (Ioffe and Szegedy, 2015, algorithm 1, over the union of the
     shards), variance in a second pass about the joint mean. Running
-    statistics move alike on all devices, when the engine's own layer would
+    statistics move alike on all devices, when the backend's own layer would
     move them.
     """
 

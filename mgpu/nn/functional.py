@@ -1,8 +1,8 @@
-"""Functions for networks written by hand, the same on both engines.
+"""Functions for networks written by hand, the same on both backends.
 
 `allreduce` and `allgather` here return new arrays and pass gradients, which
 neither framework's own collectives do. The other functions are those of the
-engine's `Ops` (`mgpu.backends.base.Ops` says what each takes): `relu`,
+backend's `Ops` (`mgpu.backends.base.Ops` says what each takes): `relu`,
 `conv2d`, `avg_pool2d`, `max_pool2d`, `dot`, `log_softmax`, `sum`, `mean`,
 `exp`, `log`, `sqrt`, `abs`, `sign`, `maximum`, `minimum`, `sigmoid`,
 `softplus`, `concat`, `pick`, `nll`, `stop_gradient`, `zeros_like`, `astype`.
@@ -62,7 +62,7 @@ def allgather(data: list[Any], *, axis: int = 0) -> list[Any]:
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """``Ops.name`` of the engine in use at the time of the call."""
+    """``Ops.name`` of the backend in use at the time of the call."""
     if name not in _OPS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,7 +1,7 @@
 """Initial values of parameters, drawn in NumPy.
 
 The formulas, names and arguments are those of Gluon 1.9.1
-(`mxnet/initializer.py`); the random numbers are NumPy's. So both engines,
+(`mxnet/initializer.py`); the random numbers are NumPy's. So both backends,
 and every device, start from the same bits, which no seeding of the two
 frameworks could give.
 
@@ -229,7 +229,7 @@ class Orthogonal(Initializer):
     1.414, which is not quite the square root of 2.
 
     The decomposition is LAPACK's: the last bits may change with the NumPy
-    build, but not with the engine or the device.
+    build, but not with the backend or the device.
 
     References
     ----------
@@ -397,7 +397,7 @@ def create(init: Any, /, **options: Any) -> Initializer:
         what its `dumps()` gives, ``'["normal", {"sigma": 0.1}]'``, become
         the initializer of this module. One of a class of the user's, derived
         from `mx.init.Initializer`, is called by its ``_init_weight`` with
-        mgpu's name of each weight, on either engine. With
+        mgpu's name of each weight, on either backend. With
         ``mx.init.Mixed`` the patterns see these names, such as
         ``"0.weight"``; it says what draws weights, and biases, gammas and
         betas are as always. `mx.init.Load` is refused.
@@ -464,7 +464,7 @@ def draw_parameter(kind: str, shape: Sequence[int] | None,
     initializers of their parameters.
 
     Each parameter has a generator of its own, so that its value depends on
-    `seed`, `index`, `shape` and the initializer only: not on the engine,
+    `seed`, `index`, `shape` and the initializer only: not on the backend,
     the devices or what was drawn before. The draw is made in float64 and
     rounded to `dtype` once, so a float32 run starts from the rounded values
     of the float64 run.

@@ -1,4 +1,4 @@
-"""Losses with Gluon's meaning on both engines: one value per example.
+"""Losses with Gluon's meaning on both backends: one value per example.
 
 Each is called as ``loss(pred, label, sample_weight=None)`` on native arrays
 of one device and returns shape (n,). Losses of more arrays take them in

@@ -1,4 +1,4 @@
-"""The two networks of the book, for both engines.
+"""The two networks of the book, for both backends.
 
 `lenet` and `resnet18` make native networks without values, for
 `mgpu.initialize`; on torch their parameters are NaN until something is
@@ -83,7 +83,7 @@ def resnet18(num_classes: int = 10, in_channels: int = 1) -> Any:
     For 28 x 28 images: conv 3x3 to 64 channels, batch norm, ReLU, no
     max-pooling; four groups of two residual blocks with 64, 128, 256, 512
     channels; global average pooling; dense. Convolutions have biases. Both
-    engines have the same order, names and shapes of parameters (76 arrays,
+    backends have the same order, names and shapes of parameters (76 arrays,
     11,175,818 values for one channel and ten classes), and torch's network
     has Gluon's batch-norm arithmetic.
 

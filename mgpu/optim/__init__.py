@@ -1,4 +1,4 @@
-"""Update rules, written once for both engines, with two semantics.
+"""Update rules, written once for both backends, with two semantics.
 
 ``semantics="gluon"`` (the default) computes what the optimizers of MXNet
 1.9.1 compute on one device (`gluon_rules`); ``semantics="torch"`` what

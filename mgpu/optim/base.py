@@ -223,7 +223,7 @@ class Optimizer(Hints):
         t : int
             1 at the first update of this parameter, then 2, 3, ...
         ops : Ops
-            The functions of the engine that the arrays belong to.
+            The functions of the backend that the arrays belong to.
         """
         decay = wd if self.decoupled_decay else 0.0
         step = self.compute_step(
@@ -261,7 +261,7 @@ class Optimizer(Hints):
 def limited(x: Array, limit: float, ops: Ops) -> Array:
     """`x` with every element brought within +-limit.
 
-    Not ``x.clip``: MXNet rounds its bounds to float32, and the engines would
+    Not ``x.clip``: MXNet rounds its bounds to float32, and the backends would
     differ in the ninth digit.
     """
     return ops.minimum(ops.maximum(x, -limit), limit)

@@ -494,7 +494,7 @@ class SGLD(Optimizer):
     distribution of the variance lr (Welling and Teh 2011).
 
     n is drawn in NumPy from (`seed`, place of the parameter in the network,
-    t): the same on all devices, on both engines and in a run that is resumed.
+    t): the same on all devices, on both backends and in a run that is resumed.
     MXNet draws from its own stream.
     """
 

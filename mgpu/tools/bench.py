@@ -43,7 +43,7 @@ Report = dict[str, Any]
 
 @dataclass
 class _Contender:
-    """A network in training, on one engine and one list of devices."""
+    """A network in training, on one backend and one list of devices."""
 
     backend: str
     devices: list[Device]
@@ -67,7 +67,7 @@ class _Contender:
 
 def _prepare(model: str | Callable[[], Any], settings: Mapping[str, Any],
              devices: list[Device]) -> _Contender:
-    """A contender on the engine in use."""
+    """A contender on the backend in use."""
     batch_size, shape = settings["batch_size"], settings["shape"]
     classes, dtype, seed = (settings[x] for x in ("classes", "dtype", "seed"))
     rng = np.random.default_rng(seed)
@@ -105,7 +105,7 @@ def run(model: str | Callable[[], Any] = "lenet",
         trace: Any = None, progress: bool = False) -> Report:
     """Train a network on random data, on several lists of devices in turn.
 
-    Each (engine, devices) is a contender. They take turns, `steps` steps
+    Each (backend, devices) is a contender. They take turns, `steps` steps
     each, all devices waited for before and after; every second round goes
     the other way round, so that no one always follows the same neighbour.
     Then each trains some steps more inside a `Profile`, with the whole
@@ -117,11 +117,11 @@ def run(model: str | Callable[[], Any] = "lenet",
     model : "lenet", "resnet18", or a function
         The book's networks (LeNet from scratch, as in `mgpu.tools.chapters`;
         `models.resnet18` with `Replicas` and a `Trainer`), or a function
-        without arguments that makes a native network of the engine in use.
+        without arguments that makes a native network of the backend in use.
     devices : sequence
         Numbers of devices, or lists of devices. Each is a contender.
     backends : sequence of str, optional
-        Default: the engine in use.
+        Default: the backend in use.
     batch_size : int
         Rows of a step over all devices, the same for each contender.
     steps, rounds : int
@@ -160,8 +160,8 @@ def run(model: str | Callable[[], Any] = "lenet",
           measurements on one; ``"error"``: predicted over measured seconds,
           minus 1.
 
-        ``"measurements"``: by engine, what `predict` takes.
-        ``"predictions"``: by engine, a list for the numbers in `predict_for`.
+        ``"measurements"``: by backend, what `predict` takes.
+        ``"predictions"``: by backend, a list for the numbers in `predict_for`.
 
     Raises
     ------
@@ -220,8 +220,8 @@ def run(model: str | Callable[[], Any] = "lenet",
 
 def plan(backends: Sequence[str], devices: Sequence[Any]
          ) -> list[tuple[str, list[Device]]]:
-    """The (engine, devices) of every run: each of `devices`, a number of
-    devices or a list of them, on each engine. All are checked before the
+    """The (backend, devices) of every run: each of `devices`, a number of
+    devices or a list of them, on each backend. All are checked before the
     first run starts."""
     found = []
     for engine in backends:
@@ -377,7 +377,7 @@ def predict(measurements: Mapping[str, Any], k: int) -> dict[str, Any]:
 def _measure(contenders: list[_Contender], profiles: dict[str, Profile],
              make: Callable[[list[Device]], _Contender], steps: int,
              dtype: str) -> dict[str, Any]:
-    """What `predict` takes, from the contender of one engine on one device,
+    """What `predict` takes, from the contender of one backend on one device,
     or from a new one where there is none."""
     with using_backend(contenders[0].backend):
         single = next((c for c in contenders if len(c.devices) == 1), None)
@@ -410,7 +410,7 @@ def _measure(contenders: list[_Contender], profiles: dict[str, Profile],
 def measure_reduce(lists: Sequence[Sequence[Device]], arrays: int,
                    dtype: str = "float32", *, repeat: int = 5,
                    large: int = 1 << 22) -> tuple[float, float]:
-    """Measure an all-reduce between two devices, on the engine in use.
+    """Measure an all-reduce between two devices, on the backend in use.
 
     Parameters
     ----------

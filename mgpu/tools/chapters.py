@@ -1,5 +1,5 @@
 """Three chapters of the book *Dive into Deep Learning* (d2l.ai) as functions,
-on the engine in use.
+on the backend in use.
 
 `mgpu reproduce` runs them, and a script may call them too. Each returns a
 plain dict, fit for JSON, and each is written with mgpu's public functions
@@ -187,7 +187,7 @@ def lenet(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
     train_iter, test_iter : iterables of (X, y)
         X (n, 1, 28, 28), y (n,): those of `mgpu.datasets`, or others that
         can be gone through once per epoch. NumPy batches are converted to
-        `dtype`; arrays of the engine must have it.
+        `dtype`; arrays of the backend must have it.
     epochs : int
     lr : float
     seed : int
@@ -327,7 +327,7 @@ def summary(run: Run) -> str:
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
-    """A line for every two runs on the same devices and different engines:
+    """A line for every two runs on the same devices and different backends:
     how far apart their losses and accuracies are."""
     lines = []
     for a, b in combinations(runs, 2):

@@ -20,7 +20,7 @@ VARIABLES = {v.name: v.meaning for v in environment.VARIABLES}
 
 
 def versions(engines: Iterable[str | Backend] = ()) -> dict[str, str]:
-    """Versions by name: python, numpy, mgpu, and those of `engines`, given as
+    """Versions by name: python, numpy, mgpu, and those of `backends`, given as
     Backend objects or as names of backends, which are loaded."""
     import mgpu
     found = {"python": platform.python_version(), "numpy": np.__version__,

@@ -74,7 +74,7 @@ class _Stage:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         returned = time.perf_counter()
-        # Before the wait, which uses the engine's threads too.
+        # Before the wait, which uses the backend's threads too.
         probes.open_stage.reset(self._token)
         self.profile.current = None
         if kind is None:
@@ -123,7 +123,7 @@ class _Stage:
         if self.results is not None:
             arrived = backend.parallel(
                 [partial(_wait_for, x) for x in self.results()],
-                rendezvous=True)    # at the same time, on every engine
+                rendezvous=True)    # at the same time, on every backend
         backend.synchronize(self.devices)
         end = time.perf_counter()
         return arrived or [end] * len(self.devices), end
@@ -223,7 +223,7 @@ class Profile:
 
     Notes
     -----
-    An asynchronous engine (MXNet, CUDA) returns before its work is done, so
+    An asynchronous backend (MXNet, CUDA) returns before its work is done, so
     a span means nothing unless somebody waits. While a Profile is on, each
     stage ends when its devices are done. So stages do not overlap, and a step
     takes longer than without a Profile. Its results are the same, bit for

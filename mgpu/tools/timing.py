@@ -1,6 +1,6 @@
 """Clocks that wait for the devices, and running sums.
 
-An engine may return before its work is done (MXNet always, PyTorch on a
+A backend may return before its work is done (MXNet always, PyTorch on a
 GPU). A clock that is read at that moment times the queueing, not the work:
 so `Timer` and `Benchmark` wait, where they are told for which devices,
 before they read it.
@@ -32,7 +32,7 @@ def synchronize(devices: Any = None) -> None:
     TypeError
         Something that is not a device.
     Exception
-        The error of work that failed after it was queued, as the engine
+        The error of work that failed after it was queued, as the backend
         raises it.
 
     Notes
@@ -56,7 +56,7 @@ def number(x: Any) -> float:
     Parameters
     ----------
     x : number, or an array of one element
-        One of the engine is copied to the host, which waits for it.
+        One of the backend is copied to the host, which waits for it.
 
     Raises
     ------
@@ -197,7 +197,7 @@ class Accumulator:
         Parameters
         ----------
         *values : numbers, or arrays of one element
-            Whatever `number` takes. An array of the engine is waited for.
+            Whatever `number` takes. An array of the backend is waited for.
 
         Raises
         ------

@@ -27,7 +27,7 @@ def accuracy(y_hat: Any, y: Any) -> int:
     Parameters
     ----------
     y_hat : array (n, classes) of scores, or (n,) of class numbers
-        Of equal scores the first class wins, on both engines.
+        Of equal scores the first class wins, on both backends.
     y : array (n,)
         Native or NumPy, of any number dtype. Waits for both.
 

@@ -1,5 +1,5 @@
 """Recording, backward passes and work on several devices, for both
-engines."""
+backends."""
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -133,7 +133,7 @@ def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> list[Any]:
     """``[fn(a[0], b[0], ...), fn(a[1], b[1], ...), ...]``, at the same time.
 
     Number i runs for device i: in a thread of its own on torch, queued on
-    the engine by MXNet. Recording, training and array modes are those of the
+    the backend by MXNet. Recording, training and array modes are those of the
     caller. Waits for all; then the first exception is raised. Inside `fn`,
     another `parallel` runs one call after the other. Where the first list has
     None for some devices, as what replicas return has for those without

@@ -1,4 +1,4 @@
-"""The training loop, once for both engines."""
+"""The training loop, once for both backends."""
 import contextlib
 import copy
 import sys
@@ -460,7 +460,7 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
         steps.
     resume_seed : int, optional
         Begin new random streams where the checkpoint is resumed, on other
-        devices or another engine: `seed` of `load_checkpoint`.
+        devices or another backend: `seed` of `load_checkpoint`.
     accumulate : int
         So many batches are one step, as of all their rows together (a loss
         that is one number is averaged over the batches); the last step of an

@@ -76,7 +76,7 @@ class Parameter:
     number : int
         Its place among the network's parameters and buffers.
     spec : mgpu.backends.base.Spec
-        What the engine knows of it.
+        What the backend knows of it.
     lr_mult, wd_mult : float
         What its learning rate and weight decay are multiplied by: those of
         Gluon's own Parameter, as they are now, until they are set here.

@@ -55,7 +55,7 @@ class Trainer(Hints):
         object's groups is not moved. Parameters in them that are not the
         network's, such as those of a loss, are updated too. Their gradients
         are divided as the others are, and cleared. An object of MXNet's
-        updates a network of either engine (torch's arrays are copied to
+        updates a network of either backend (torch's arrays are copied to
         MXNet and back).
     optimizer_params : dict, optional
         Options of the optimizer under Gluon's names (``learning_rate``,
@@ -65,7 +65,7 @@ class Trainer(Hints):
         ``multi_precision``, which changes nothing but in float16, where it
         is refused.
     semantics : {"gluon", "torch"}
-        Whose formulas, on both engines. Not read where `optimizer` is an
+        Whose formulas, on both backends. Not read where `optimizer` is an
         object.
     lr_scheduler : callable, optional
         ``rate = lr_scheduler(number of the update)``, from 1: those of
@@ -84,7 +84,7 @@ class Trainer(Hints):
         `train_batch` multiplies; other code multiplies its losses by
         `Trainer.loss_scale` itself. A power of two changes no bit of the
         result unless something overflows or vanishes. "dynamic" is the rule
-        of ``torch.amp.GradScaler`` with its defaults, on both engines: 2**16
+        of ``torch.amp.GradScaler`` with its defaults, on both backends: 2**16
         at first; an update whose summed gradients are not all finite is
         skipped and halves the scale; 2000 updates in a row
         double it. Each update then waits for the gradients.
@@ -701,7 +701,7 @@ class Trainer(Hints):
 
     def save_states(self, fname: FilePath) -> None:
         """Write the optimizer's state to `fname` (safetensors with digests,
-        no pickle), whole or not at all. The same file loads on either engine
+        no pickle), whole or not at all. The same file loads on either backend
         and any number of devices. Weights are not in it: see
         `Replicas.export_numpy`, and `mgpu.save_checkpoint` for all in one
         file. Waits for pending updates."""
@@ -730,7 +730,7 @@ class Trainer(Hints):
         self.fit_states(trainer_states.read(fname), repr(os.fspath(fname)))()
 
     def export_states(self) -> TrainerStates:
-        """The optimizer's state as NumPy copies, whatever the engine and the
+        """The optimizer's state as NumPy copies, whatever the backend and the
         number of devices. Waits for pending updates."""
         scale, own = self._loss_scale, self.updates
         slots, counts = own.memory()
@@ -749,7 +749,7 @@ class Trainer(Hints):
     def state_dict(self) -> dict[str, Any]:
         """`export_states` as a dict of numbers, text and native arrays on the
         CPU, all copies. ``torch.save`` writes it, and ``torch.load`` reads it
-        with ``weights_only=True``, on that engine. It is no state_dict of a
+        with ``weights_only=True``, on that backend. It is no state_dict of a
         `torch.optim` object."""
         return trainer_states.to_dict(self.export_states(),
                                       self.replicas.backend)

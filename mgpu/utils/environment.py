@@ -92,7 +92,7 @@ debug = _switch(
     "compare the first outputs of a `DataParallel` with one device.")
 keep_memory = _switch(
     "MGPU_KEEP_MEMORY", "`0`: leave the C library's allocator as it is. "
-    "Without it: a process that has loaded an engine keeps the memory that "
+    "Without it: a process that has loaded a backend keeps the memory that "
     "it frees, until a training ends.", True)
 engine = Variable(
     "MGPU_ENGINE", "What adds up gradients over processes: `torch` or "
@@ -104,7 +104,7 @@ timeout = _number(
 VARIABLES = (
     backend, data_folder, threads_per_device, logical_gpus, strict_devices,
     debug, keep_memory, engine, timeout, Variable(
-        "MGPU_TEST_BACKENDS", "The engines that mgpu's own tests run on, "
+        "MGPU_TEST_BACKENDS", "The backends that mgpu's own tests run on, "
         "with commas between them. Without it: both."))
 
 

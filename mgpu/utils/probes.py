@@ -1,6 +1,6 @@
 """Where running code tells a `Profile` what it does. Imports nothing of mgpu.
 
-Engines, collectives and the training loop call these functions; a
+Backends, collectives and the training loop call these functions; a
 `mgpu.Profile` that is on listens. While none is on, each call costs one look
 at a context variable.
 """
@@ -119,7 +119,7 @@ def mark(device: Any) -> AbstractContextManager[None]:
 
 
 def timed(thunks: Thunks) -> Thunks:
-    """What an engine calls instead of `thunks`, of which number i is for
+    """What a backend calls instead of `thunks`, of which number i is for
     device i: the same functions, timed where a stage is open."""
     opened = open_stage.get()
     return thunks if opened is None else opened.timed(thunks)

@@ -10,7 +10,7 @@ run, it shrinks, and its text is code that runs it again. (A
 ``RuleBasedStateMachine`` draws an action when the one before has been run,
 and leaves kinds of actions out at random.)
 
-Run: programs of each kind (engine, one network or two), with the refusals by
+Run: programs of each kind (backend, one network or two), with the refusals by
 reason; a failure is shrunk and printed as code::
 
     python -m tests.generated --cases 200

@@ -1,7 +1,7 @@
-"""The networks of a program, once for both engines.
+"""The networks of a program, once for both backends.
 
 Layers take the features `h`, and the network's inputs `x` and `words`, by
-whose rows some of them choose. An adapter says what an engine spells
+whose rows some of them choose. An adapter says what a backend spells
 differently: see `torch_adapter` and `gluon_adapter`.
 """
 import numpy as np
@@ -15,12 +15,12 @@ WRAPPERS = {"conv": "conv", "embedding": "embedded", "sparse": "embedded",
 
 
 def layer_classes(adapter):
-    """The classes of layers over an engine's `Module`, by lowercase name."""
+    """The classes of layers over a backend's `Module`, by lowercase name."""
     children, host = adapter.children, adapter.host
     is_training = adapter.is_training
 
     class Leaf(adapter.Module):
-        """The engine's own layers, one after the other, on `h`."""
+        """The backend's own layers, one after the other, on `h`."""
 
         def __init__(self, layers):
             super().__init__()

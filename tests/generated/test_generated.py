@@ -88,7 +88,7 @@ def test_a_planted_fault_is_found(engine):
             run(program, fault)
 
 
-@pytest.mark.parametrize("engine", BACKENDS[-1:])   # one engine is enough
+@pytest.mark.parametrize("engine", BACKENDS[-1:])   # one backend is enough
 def test_a_program_that_fails_shrinks_to_what_it_needs(engine):
     def fails(program):
         if "layer_norm" not in program.kinds:

@@ -194,7 +194,7 @@ def own_states(optimizer):
 class Reference:
     """The loop without mgpu. Checkpoints, which change nothing, are left
     out; batch norm keeps the biased variance, which is mgpu's meaning on both
-    engines."""
+    backends."""
 
     def __init__(self, program: Program, number: int):
         self.config, self.loss = program.networks[number], program.loss

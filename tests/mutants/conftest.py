@@ -11,7 +11,7 @@ from conftest import ALL_BACKENDS, BACKENDS
 
 TESTS = Path(__file__).resolve().parents[1]
 
-#: they plant faults in both engines
+#: they plant faults in both backends
 collect_ignore = [] if set(ALL_BACKENDS) <= set(BACKENDS) \
     else ["test_mutants.py"]
 

@@ -1,7 +1,7 @@
 """Judges mutants: ``python -m mutants.runner OUT [--any] NAME...`` in tests/.
 
 One process for all of them, apart from that of the other tests: a mutant may
-leave an engine in any state, or hang. A mutant's killer runs with it until a
+leave a backend in any state, or hang. A mutant's killer runs with it until a
 case fails, and that case once more without it. With ``--any`` the fast tests
 of the killer's file follow, then all fast tests. Verdicts are added to the
 file OUT, a JSON line each.

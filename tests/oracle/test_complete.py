@@ -47,7 +47,7 @@ def formulas():
                 and value.__module__ == models.__name__)
     yield from (f"batch_norm.{policy}" for policy in replicas.BATCH_NORM)
     yield from (f"collectives.{name}" for name in collectives.ALGORITHMS)
-    # those of an engine: tests/test_contract.py
+    # those of a backend: tests/test_contract.py
     yield from (f"functional.{name}" for name in functional.__all__
                 if not hasattr(base.Ops, name))
 

@@ -1,5 +1,5 @@
 """What moves between devices and what is computed on one: collectives,
-splitting, counting, and the functions of an engine."""
+splitting, counting, and the functions of a backend."""
 import numpy as np
 import pytest
 
@@ -196,7 +196,7 @@ def test_accuracy(devices):
     agree(run, [whole, whole, counts], EXACT)
 
 
-# -- functions of an engine ---------------------------------------------------
+# -- functions of a backend ---------------------------------------------------
 
 X = RNG.normal(size=(3, 4))
 
@@ -226,7 +226,7 @@ def test_functions_without_a_gradient(devices):
 
 
 def test_masks_are_zero_or_scaled(devices):
-    """Dropout masks are random: no two engines agree in them. Each keeps
+    """Dropout masks are random: no two backends agree in them. Each keeps
     about a share 1 - p, scaled by 1 / (1 - p) (which MXNet rounds to float32:
     here it is 2), and prediction keeps all."""
     p, n = 0.5, 4000

@@ -1,4 +1,4 @@
-"""Losses and initial values: the same on every engine and number of devices,
+"""Losses and initial values: the same on every backend and number of devices,
 and those of the oracle."""
 import itertools
 

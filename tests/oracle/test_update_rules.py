@@ -182,7 +182,7 @@ def numbered(keep=lambda case: True):
 
 
 def between(case):
-    """The engines do the same operations, and the same bits come out, where
+    """The backends do the same operations, and the same bits come out, where
     every scalar is a binary fraction. Of the others MXNet's reader of
     numbers misses the last bit of one in ten."""
     return EXACT if case[1] in ("sgd", "nag", "signum") else ROUNDING
@@ -305,7 +305,7 @@ def test_clipping_between_the_parts(limit, devices):
         clipped = {n: g * ROWS for n, g in clipped.items()}
         weights = judge.step(weights, clipped, ROWS)
         wanted.append([np.float64(norm), clipped, weights])
-    # the engines add the squares of a norm in orders of their own
+    # the backends add the squares of a norm in orders of their own
     agree(run, wanted, ROUNDING)
 
 
@@ -356,7 +356,7 @@ def test_a_weight_that_is_set_is_trained_on(devices):
     ("gluon", "adam"), ("gluon", "nadam"), ("torch", "nadam"),
     ("torch", "adagrad"), ("gluon", "rmsprop")])
 def test_states_go_from_any_engine_to_any(semantics, name, tmp_path):
-    """Three steps on one engine with two devices, three more on another with
+    """Three steps on one backend with two devices, three more on another with
     three: the six steps of the oracle, the schedule's count included. Through
     a file, and on the host."""
     def make(replicas):

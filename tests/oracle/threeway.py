@@ -1,4 +1,4 @@
-"""MXNet against PyTorch against the oracle: one body runs on every engine,
+"""MXNet against PyTorch against the oracle: one body runs on every backend,
 and all results are compared with what `oracle` computed and with each other.
 
 A test says by `covers` whose numbers it checks; `test_complete.py` fails for
@@ -59,7 +59,7 @@ def compare(ours, wanted, tolerance, where="result"):
 
 
 def check(results, wanted, tolerance, between=None):
-    """Compare each engine's result with the oracle's, and any two with each
+    """Compare each backend's result with the oracle's, and any two with each
     other (within `between`, if that is another tolerance)."""
     assert results
     for engine, ours in results.items():
@@ -70,7 +70,7 @@ def check(results, wanted, tolerance, between=None):
 
 
 def on_each(run):
-    """``{engine: run(backend)}``"""
+    """``{backend: run(backend)}``"""
     results = {}
     for engine in ENGINES:
         with using_engine(engine) as backend:
@@ -79,7 +79,7 @@ def on_each(run):
 
 
 def agree(run, wanted, tolerance, between=None):
-    """`run`, a function of the backend, gives `wanted` on every engine."""
+    """`run`, a function of the backend, gives `wanted` on every backend."""
     results = on_each(run)
     check(results, wanted, tolerance, between)
     return results

@@ -1,1 +1,1 @@
-"""The MXNet engine: `backend.MXNetBackend` is its front door."""
+"""The MXNet backend: `backend.MXNetBackend` is its front door."""

@@ -1,4 +1,4 @@
-"""The MXNet engine."""
+"""The MXNet backend."""
 import contextlib
 import ctypes
 import functools
@@ -154,7 +154,7 @@ class _Through(mx.autograd.Function):
 
 
 class MXNetBackend(base.Backend):
-    """MXNet as an engine of mgpu."""
+    """MXNet as a backend of mgpu."""
 
     name = "mxnet"
     semantics = "gluon"

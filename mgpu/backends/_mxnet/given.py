@@ -23,7 +23,7 @@ _FAMILIES = {**FAMILIES, **{getattr(mx.optimizer, name): name.lower()
 
 class MXNetOptimizer(base.OptimizerObject):
     """An `mx.optimizer.Optimizer` of any class, one of the user's too, for a
-    network of either engine. Another engine's arrays are copied to MXNet's
+    network of either backend. Another backend's arrays are copied to MXNet's
     and back."""
 
     semantics = "gluon"

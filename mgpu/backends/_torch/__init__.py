@@ -1,1 +1,1 @@
-"""The PyTorch engine: `backend.TorchBackend` is its front door."""
+"""The PyTorch backend: `backend.TorchBackend` is its front door."""

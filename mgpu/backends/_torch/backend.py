@@ -1,4 +1,4 @@
-"""The PyTorch engine."""
+"""The PyTorch backend."""
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ def _waiting() -> Iterator[None]:
 
 
 class TorchBackend(Gradients, base.Backend):
-    """PyTorch as an engine of mgpu."""
+    """PyTorch as a backend of mgpu."""
 
     name = semantics = "torch"
     plain_request = "add"

@@ -19,7 +19,7 @@ _FUNCTIONS = [getattr(init, name) for name in (
 class TorchDraws(base.GivenInitializer):
     """A function of ``torch.nn.init``, with options.
 
-    It computes on the host in float64, so both engines and all kinds of
+    It computes on the host in float64, so both backends and all kinds of
     devices get the same values."""
 
     def __init__(self, function: Any, options: dict[str, Any]):

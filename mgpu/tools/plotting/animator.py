@@ -11,7 +11,7 @@ from mgpu.utils.files import FilePath
 
 def _items(x: Any) -> list[Any]:
     """The entries of a sequence, or one number as a list. An array without
-    dimensions has a length on some engines, and means one number."""
+    dimensions has a length on some backends, and means one number."""
     if isinstance(x, (str, bytes)) or getattr(x, "shape", None) == ():
         return [x]
     try:

@@ -5,7 +5,7 @@ from typing import Any
 from mgpu.tools.plotting import style
 from mgpu.utils.files import FilePath
 
-#: colours of the palette that do not stand for an engine
+#: colours of the palette that do not stand for a backend
 _COLOURS = {"dispatch": style.AMBER, "copy": style.PURPLE,
             "compute": style.SKY, "reduce": style.GREEN,
             "update": style.GREY, "other": "#d0d0d0"}
@@ -50,7 +50,7 @@ def plot_bench(report: Mapping[str, Any], file: FilePath) -> Any:
     for axes in (speed, times):
         style.name_rows(axes, [f"{row['backend']}, {len(row['devices'])}"
                                for row in rows])
-    speed.set_ylabel("engine, number of devices")
+    speed.set_ylabel("backend, number of devices")
     speed.set_xlabel("images per second (line: slowest to fastest round;\n"
                      "in the bars: times the first)")
     times.set_xlabel("milliseconds of a step, by what the host waits for")

@@ -105,7 +105,7 @@ def plot_runs(runs: Rows, file: FilePath, title: str | None = None) -> Any:
     figure, panels = style.wide_figure(4.8, 3)
     handles = {}
     for engine in engines:
-        # Engines that give the same numbers would hide each other too: the
+        # Backends that give the same numbers would hide each other too: the
         # first is a broad line and shows on both sides of the next.
         width = 3.0 if engine == engines[0] and len(engines) > 1 else 1.6
         for count in counts:

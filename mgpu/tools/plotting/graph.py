@@ -54,7 +54,7 @@ def plot_graph(file: FilePath | None = None) -> Any:
 
     Every box is an operation or a value, every arrow says what must be done
     before what. Time runs downwards; boxes that no path of arrows joins may
-    run at the same time, and an engine that knows the graph lets them.
+    run at the same time, and a backend that knows the graph lets them.
 
     Parameters
     ----------

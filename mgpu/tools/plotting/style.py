@@ -9,7 +9,7 @@ from mgpu.utils import environment, files
 from mgpu.utils.files import FilePath
 
 # Okabe and Ito's palette, which people with any colour vision can tell
-# apart. The engines have fixed colours, so that figures can be compared.
+# apart. The backends have fixed colours, so that figures can be compared.
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 PURPLE, SKY, AMBER = "#CC79A7", "#56B4E9", "#E69F00"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, SKY, AMBER)
@@ -19,7 +19,7 @@ _ENGINES = {"mxnet": BLUE, "torch": ORANGE}
 
 
 def engine_colours(engines: Sequence[str]) -> dict[str, str]:
-    """A colour for each engine: its own one, or one that no engine has."""
+    """A colour for each backend: its own one, or one that no backend has."""
     spare = [c for c in PALETTE if c not in _ENGINES.values()]
     others = [e for e in engines if e not in _ENGINES]
     found = {e: spare[i % len(spare)] for i, e in enumerate(others)}

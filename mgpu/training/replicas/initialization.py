@@ -53,7 +53,7 @@ class Drawing:
                 f"seed={seed} for a network whose values stay. Pass init= "
                 "('uniform' is Gluon's default) to draw them, or no seed.")
         # Parameters come first, so their numbers are those of the layers;
-        # last what the other engine does not have.
+        # last what the other backend does not have.
         self._numbers = {spec.name: number for number, spec in enumerate(
             sorted(specs, key=lambda spec: spec.constant is not None))}
         self._rule.check_names([spec.name for spec in specs], [
@@ -189,7 +189,7 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
         default, ``Uniform(0.07)``; "keep" refuses to draw. A function of
         ``torch.nn.init``, or `functools.partial` of one with options, has
         torch's formula, fans and defaults, and NumPy's random numbers, on
-        either engine; it draws weights, and biases are 0 as above. To draw by
+        either backend; it draws weights, and biases are 0 as above. To draw by
         functions of your own, or biases, call them before ``initialize``
         (``net.apply(f)``), and pass no init.
     seed : int, optional
@@ -237,7 +237,7 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
         "keep" and the network has no values; or `hybridize` without a
         compiler.
     ValueError
-        A wrong option or device, or an option that the engine cannot give
+        A wrong option or device, or an option that the backend cannot give
         this network; a `seed` where nothing is drawn. Nothing has changed
         then.
     """
@@ -260,7 +260,7 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
     deferred = sample is None and any(
         spec.shape is None for spec in network.specs()) \
         and network.defer(devices, drawing.by_shape())
-    # The engine draws what is deferred.
+    # The backend draws what is deferred.
     replicas = Replicas(network, backend, devices, batch_norm,
                         dict if deferred else drawing.known, drawing.origin,
                         span)

@@ -38,7 +38,7 @@ from mgpu.utils.arguments import Hints
 from mgpu.utils.files import FilePath
 
 # Stands for the thread that a call comes from, also in the threads that
-# engines start for it.
+# backends start for it.
 _thread: ContextVar[Any] = ContextVar("mgpu_thread", default=None)
 
 #: names of networks that `Replicas` do not have
@@ -142,10 +142,10 @@ class Replicas(_OfNetwork, abc.Sequence):
         The user's own network, on the first device. Training changes it in
         place. Methods other than forward run on it.
     backend : Backend
-        The engine that was in use when the network was initialized.
+        The backend that was in use when the network was initialized.
     batch_norm : str
     network : mgpu.backends.base.Network
-        What the engine knows of `net`: its layers, for example.
+        What the backend knows of `net`: its layers, for example.
     """
 
     def __init__(self, network: base.Network, backend: base.Backend,
@@ -280,7 +280,7 @@ class Replicas(_OfNetwork, abc.Sequence):
                 "sample= to mgpu.initialize.")
 
     def all_parameters(self) -> list[Parameter]:
-        """`params`, then `buffers`, as the engine counts them."""
+        """`params`, then `buffers`, as the backend counts them."""
         return self._entries
 
     def params(self) -> list[Parameter]:
@@ -314,7 +314,7 @@ class Replicas(_OfNetwork, abc.Sequence):
     def save(self, file: FilePath) -> None:
         """Write weights and buffers to `file` (safetensors with digests),
         whole or not at all: what `export_numpy` gives. The same file loads on
-        either engine and any number of devices, and other programs read it;
+        either backend and any number of devices, and other programs read it;
         they find one array more, "sha256". With
         several processes rank 0 writes, and all call it. Waits for pending
         work. OSError as `mgpu.save_checkpoint`."""

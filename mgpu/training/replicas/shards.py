@@ -52,8 +52,8 @@ def are_empty(columns: Sequence[Any], k: int) -> bool:
 
 def check_native(inputs: tuple[Any, ...], i: int, device: Device,
                  backend: base.Backend) -> None:
-    """Refuse inputs of replica `i` that hold no array of this engine. The
-    engine checks where arrays are."""
+    """Refuse inputs of replica `i` that hold no array of this backend. The
+    backend checks where arrays are."""
     found = arrays_in(inputs)
     others = [x for x in found if not backend.is_native(x)]
     for x in others:

@@ -55,7 +55,7 @@ def export_numpy(replicas: "Replicas", *, device: Any = None,
 def import_numpy(replicas: "Replicas", values: Mapping[str, np.ndarray]
                  ) -> None:
     """Write values by name to the network: what `export_numpy` gave, of
-    this engine or of the other one, each read once. Buffers may have a
+    this backend or of the other one, each read once. Buffers may have a
     leading axis of length K. A parameter of several layers may come under
     each of its names. Those of kind "other" may be missing, and
     the gamma and beta of a norm layer that learns none: ones and zeros.
@@ -141,7 +141,7 @@ def fit_numpy(replicas: "Replicas", values: Mapping[str, np.ndarray], *,
 
 def _changes_nothing(replicas: "Replicas", name: str, value: np.ndarray
                      ) -> bool:
-    """Whether it is a counter, which the other engine may have, or a gamma of
+    """Whether it is a counter, which the other backend may have, or a gamma of
     ones, or a beta of zeros, of a norm layer that has none here."""
     path, _, kind = name.rpartition(".")
     start = {"gamma": 1, "beta": 0}.get(kind)
