@@ -126,8 +126,9 @@ class Command(click.Command):
     def _in_options(self, text: str) -> str:
         """`text` with ``--batch-size`` where it says ``batch_size=`` or, at
         its beginning, ``batch_size must be``."""
-        own = {name[2:].replace("-", "_"): name for param in self.params
-               for name in param.opts if name.startswith("--")}
+        own = {key: name for param in self.params
+               for name in param.opts if name.startswith("--")
+               for key in (name[2:].replace("-", "_"), param.name)}
         options = {**{name: option for name, option in _ALIASES.items()
                       if option in own.values()}, **own}
 

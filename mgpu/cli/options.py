@@ -1,6 +1,6 @@
 """Options that several commands have, and what is written in them."""
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,21 @@ class Parsed(click.ParamType):
         if param is None or not isinstance(value, str):
             return value
         return self._parse(value, param.opts[-1])
+
+
+class Renamed(click.Option):
+    """An option whose `former` names still work, and are not shown."""
+
+    def __init__(self, *names: Any, former: Sequence[str], **settings: Any
+                 ) -> None:
+        super().__init__(*names, **settings)
+        self._former = former
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        shown = self.opts
+        self.opts = [*shown, *self._former]
+        super().add_to_parser(parser, ctx)
+        self.opts = shown
 
 
 # -- declarations -------------------------------------------------------------
