@@ -1,16 +1,15 @@
 """What `mgpu doctor` finds out: is this machine fit, and if not, why."""
 import importlib.metadata
-import json
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from mgpu import backends
 from mgpu.backends.base import Backend
-from mgpu.utils import environment
+from mgpu.utils import environment, files
 from mgpu.utils.environment import cpu_cores
 
 Findings = list[tuple[str, str]]        # (level, text)
@@ -167,11 +166,10 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"{finding['level']}: {finding['text']}"
 
 
-def report(as_json: bool = False, say: Callable[[str], Any] = print) -> int:
-    """`mgpu doctor`: say what `diagnose` has found, and return the exit
-    status, 0 or 1. Needs nothing but NumPy."""
+def report(as_json: bool = False) -> int:
+    """`mgpu doctor` without click: print what `diagnose` has found, and
+    return the exit status, 0 or 1. Needs nothing but NumPy."""
     found = diagnose()
-    for line in [json.dumps(found, indent=1, allow_nan=False)] if as_json \
-            else lines(found):
-        say(line)
+    print(files.json_text(found).rstrip() if as_json
+          else "\n".join(lines(found)))
     return 0 if healthy(found) else 1

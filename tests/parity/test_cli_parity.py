@@ -59,8 +59,7 @@ def refused(*arguments):
 def test_the_same_is_status_0(folder):
     result = mgpu_command("parity", A, B, *SMALL, "--devices", "2",
                           "--optimizer-params", "momentum=0.9", "--plan",
-                          "--details", "--report", "x.html", "--json",
-                          "x.json")
+                          "--details", "-o", "x.html", "-o", "x.json")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("SAME (lock-step)")
     assert "momentum=0.9" in "".join(result.stdout.split())
@@ -70,8 +69,8 @@ def test_the_same_is_status_0(folder):
     assert found["sides"]["b"]["devices"] == ["cpu(0)", "cpu(1)"]
     page = (folder / "x.html").read_text()
     assert "mgpu parity nets_" in page      # the command, to repeat it
-    assert result.stdout.splitlines()[-2:] == ["written: x.html",
-                                               "written: x.json"]
+    assert result.stdout.splitlines()[-2:] == ["written: x.json",
+                                               "written: x.html"]
 
 
 def test_a_difference_is_status_1():
@@ -91,7 +90,7 @@ def test_strict(folder):
     for strict, code in (([], 0), (["--strict"], 1)):
         result = mgpu_command("parity", A, B, *SMALL, *strict, "--kwargs-b",
                               '{"epsilon": 1.0000001e-5}', "--tolerance",
-                              "1e-6", "--json", "found.json")
+                              "1e-6", "-o", "found.json")
         assert result.exit_code == code, result.output
         assert "not reached by this data: layers '1' of a and '1' of b: " \
             "batch_norm with epsilon 1e-05 and" in " ".join(
@@ -178,7 +177,7 @@ def batches():
 
 def test_invariance(folder):
     result = mgpu_command("parity", A, "--invariance", *SMALL, "--devices",
-                          "1,2", "--batch-norm", "sync", "--json", "i.json")
+                          "1,2", "--batch-norm", "sync", "-o", "i.json")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("exact")
     assert json.loads((folder / "i.json").read_text())["devices"] == [1, 2]
@@ -192,7 +191,7 @@ def test_a_trace(folder):
                           "--keep", "2")
     assert result.exit_code == 0, result.output
     assert "2 steps, kept: 2" in result.stdout
-    result = mgpu_command("parity", "run.trace", B, "--report", "t.html")
+    result = mgpu_command("parity", "run.trace", B, "-o", "t.html")
     assert result.exit_code == 0, result.output
     assert mgpu_command("parity", "run.trace", B, *SLIP).exit_code == 1
     assert "says itself what was done; received --input, --steps" in refused(
@@ -232,8 +231,9 @@ if "mxnet" in BACKENDS:
     ([A, B, "--optimizer", "sdg"], "sdg"),
     ([A, B, "--optimizer-params", "momentum"], "NAME=VALUE"),
     ([A, B, "--data", "nowhere"], "unknown data set"),
-    ([A, B, "--report", "no/folder/x.html"], "the folder of --report"),
-    ([A, B, "--report", "x.pdf"], "x.pdf"),
+    ([A, B, "-o", "no/folder/x.html"], "the folder of --output"),
+    ([A, B, "-o", "x.pdf"], "x.pdf"),
+    ([A, "--invariance", "-o", "x.html"], "has no page"),
     ([A], "two networks are compared"),
     ([A, B], "needs --input and --classes"),
     ([A, B, "--invariance"], "two networks are compared"),
