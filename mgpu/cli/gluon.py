@@ -230,6 +230,11 @@ def convert(ctx: click.Context, symbol: str, params: str | None,
     if check and trace:
         raise ValueError("--check compares with MXNet, and --trace with a "
                          "file; received both. Leave one out.")
+    with open(symbol, "rb") as stream:
+        if stream.read(64).lstrip()[:1] != b"{":
+            raise ValueError(
+                f"SYMBOL is a -symbol.json; received {symbol!r}, which is not "
+                "JSON. Write net-symbol.json before net-0000.params.")
     if check:       # before anything is written
         _check_mxnet(symbol)
     if page is not None and not (check or trace):

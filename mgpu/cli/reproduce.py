@@ -1,5 +1,6 @@
 """`mgpu reproduce`: the book's chapters."""
 import functools
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from mgpu.tools import bench, chapters, doctor, plotting
 from mgpu.tools.plotting.charts import mean_rate
 from mgpu.tools.plotting.style import check_figure
 from mgpu.utils import files
+from mgpu.utils.arguments import number
 
 CHAPTERS: dict[str, Callable[..., chapters.Run]] = {
     "auto-parallelism": chapters.auto_parallelism,
@@ -67,6 +69,11 @@ def reproduce(ctx: click.Context, chapter: str, backend: str | None,
                          f"{chapter}; leave it out.")
     options = {name: options[name] for name in own
                if options[name] is not None}
+    # before the run is announced
+    if not 0 < options.get("lr", 1) < math.inf:
+        raise ValueError("lr must be a positive number; received "
+                         f"{options['lr']}. Write for example 0.1.")
+    number("init_scale", options.get("init_scale", 0), 0)
     plan = bench.plan(shared.engines(backend),
                       devices or ([2] if times_only else [1, 2]))
     if outputs.figure is not None:

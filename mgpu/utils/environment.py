@@ -63,6 +63,16 @@ def _one_of(*values: str) -> Callable[[str], str]:
     return lambda text: values[values.index(text)]
 
 
+def _all_of(*values: str) -> Callable[[str], list[str]]:
+    return lambda text: list(map(_one_of(*values), text.split(",")))
+
+
+def _folder(text: str) -> str:
+    if not os.path.isdir(text):
+        raise ValueError
+    return text
+
+
 def _switch(name: str, meaning: str, default: bool = False) -> Variable:
     return Variable(name, meaning, lambda text: bool(("0", "1").index(text)),
                     "0 or 1", default)
@@ -83,7 +93,7 @@ backend = Variable(
     "one that is installed, MXNet where both are.")
 data_folder = Variable(
     "MGPU_DATA", "The folder with the IDX files of Fashion-MNIST. Without "
-    "it: a folder in the user's cache.")
+    "it: a folder in the user's cache.", _folder, "an existing folder")
 threads_per_device = _number(
     "MGPU_THREADS_PER_DEVICE", "CPU cores of each of several logical CPU "
     "devices on torch. Without it: 1, as on MXNet.",
@@ -114,7 +124,8 @@ VARIABLES = (
     backend, data_folder, threads_per_device, logical_gpus, strict_devices,
     debug, keep_memory, comm, timeout, Variable(
         "MGPU_TEST_BACKENDS", "The backends that mgpu's own tests run on, "
-        "with commas between them. Without it: both."))
+        "with commas between them. Without it: both.", _all_of(
+            "mxnet", "torch"), "mxnet, torch or mxnet,torch"))
 
 
 def table() -> str:
