@@ -161,7 +161,7 @@ def test_a_script_that_ends_the_program_is_no_answer(tmp_path, code, status,
     """Its status would read as one: 0 is "the same"."""
     script = tmp_path / "script.py"
     script.write_text(f"def net():\n    raise NotImplementedError\n{code}\n")
-    result = mgpu_command("parity", f"{script}:net", f"{script}:net",
+    result = mgpu_command("compare", f"{script}:net", f"{script}:net",
                           "--input", "6", "--classes", "3")
     assert result.exit_code == status and words in result.stderr
 
@@ -220,7 +220,7 @@ def test_version_and_doctor_need_numpy_only():
 
 
 @pytest.mark.parametrize("without, arguments", [
-    (OPTIONAL, ["--help"]), (("rich",), ["parity", "a", "b"])])
+    (OPTIONAL, ["--help"]), (("rich",), ["compare", "a", "b"])])
 def test_a_missing_package_is_one_line(without, arguments):
     done = python_m_mgpu(*arguments, without=without)
     assert (done.returncode, done.stdout) == (2, "")
@@ -235,7 +235,7 @@ def test_help_loads_no_engine():
          "sys.exit(bool({'torch', 'mxnet'} & set(sys.modules)))"],
         capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    for name in ("bench", "doctor", "lint", "parity", "reproduce", "trace"):
+    for name in ("bench", "doctor", "compare", "lint", "reproduce", "trace"):
         assert f"\n  {name} " in done.stdout
 
 

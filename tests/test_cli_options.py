@@ -44,7 +44,7 @@ def mgpu_command(*arguments, status=0):
 
 @pytest.mark.parametrize("command, key", [
     (BENCH, "contenders"), (RUN, "runs"), (["doctor"], "findings"),
-    (["parity", *COMPARED], "verdict")], ids=lambda x: next(iter(x)))
+    (["compare", *COMPARED], "verdict")], ids=lambda x: next(iter(x)))
 def test_json_on_standard_output(command, key, folder):
     """Nothing else is there, whatever code of the user's prints; a file of
     --output has the same text."""
@@ -58,7 +58,7 @@ def test_json_on_standard_output(command, key, folder):
 @pytest.mark.parametrize("command, former", [
     (BENCH, {"--json": "a.txt", "--plot": "a.svg", "--trace": "b.txt"}),
     (RUN, {"--json": "a.txt", "--plot": "a.svg"}),
-    (["parity", *COMPARED], {"--json": "a.txt", "--report": "a.html"}),
+    (["compare", *COMPARED], {"--json": "a.txt", "--report": "a.html"}),
     (["doctor"], {"--json": None}),
     (["inspect", "net-symbol.json"], {"--json": None})],
     ids=lambda x: next(iter(x)))
@@ -78,6 +78,13 @@ def test_former_options_write_what_they_wrote(command, former, folder):
         assert f"written: {file}" in result.stdout
     help_text = mgpu_command(command[0], "--help").stdout
     assert not any(f"  {name} " in help_text for name in former)
+
+
+def test_compare_has_a_former_name():
+    former = mgpu_command("parity", *COMPARED).stdout
+    assert former.endswith(mgpu_command("compare", *COMPARED).stdout)
+    listed = mgpu_command("--help").stdout
+    assert "  compare " in listed and "  parity " not in listed
 
 
 # -- errors -------------------------------------------------------------------
@@ -121,7 +128,7 @@ CONVOLUTIONS = {
 
 
 @pytest.mark.parametrize("command", [
-    ["parity", "rank.py:make", "rank.py:make", "--classes", "3"],
+    ["compare", "rank.py:make", "rank.py:make", "--classes", "3"],
     ["lint", "rank.py:make"]], ids=lambda x: x[0])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_examples_of_a_wrong_rank_are_named(name, command, folder):
@@ -140,13 +147,13 @@ def test_a_backend_that_is_missing_is_named_with_its_cure(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry.ENTRIES, "absent", registry.Entry(
             "mgpu.backends._absent", "absent_framework", "absent"))
-        line = refused("parity", "net.py:make", "needs.py:make",
+        line = refused("compare", "net.py:make", "needs.py:make",
                        *COMPARED[2:])
         assert line.startswith("No module named 'absent_framework'")
         assert line.endswith("Install it: pip install absent.")
         # a module that lacks something else
         (folder / "other.py").write_text("import no_such_package")
-        assert "absent" not in refused("parity", "net.py:make",
+        assert "absent" not in refused("compare", "net.py:make",
                                        "other.py:make", *COMPARED[2:])
         patch.setenv("MGPU_BACKEND", "absent")
         line = refused("reproduce", "lenet")

@@ -180,7 +180,7 @@ def _parse_input(text: str, name: str) -> tuple[tuple[int, ...], str | None]:
         f"in lock-step, for {checking.STEPS} steps on random data in float64, "
         f"{checking.LARGER:g} times as large in the last. Values are compared "
         "too, and dropout, which is off, by its rates and places. Exit "
-        "status as for mgpu parity.")
+        "status as for mgpu compare.")
 @option("--trace", type=_FILE, metavar="FILE", help="Check against a file of "
         "mgpu trace record, and its first values, for which MXNet is not "
         "needed.")

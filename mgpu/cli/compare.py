@@ -1,4 +1,4 @@
-"""`mgpu parity`, `mgpu trace` and `mgpu lint`.
+"""`mgpu compare`, `mgpu trace` and `mgpu lint`.
 
 The exit status of a verdict: `mgpu.cli.errors.STATUS`. `mgpu lint` exits with
 1 if it lists anything, else with 0. What could not be compared exits with 2,
@@ -48,7 +48,7 @@ def _ready() -> Iterator[Callable[[int, int], None]]:
         yield bar.reach
 
 
-# -- mgpu parity --------------------------------------------------------------
+# -- mgpu compare -------------------------------------------------------------
 
 @click.command(cls=Command)
 @click.argument("a", metavar="MODULE:FACTORY|TRACE")
@@ -89,9 +89,9 @@ def _ready() -> Iterator[Callable[[int, int], None]]:
 @option("--plan", is_flag=True,
         help="Also print which parameter was matched with which.")
 @click.pass_context
-def parity(ctx: click.Context, a: str, b: str | None, *,
-           outputs: shared.Outputs, details: bool, plan: bool,
-           invariance: bool, **options: Any) -> None:
+def compare(ctx: click.Context, a: str, b: str | None, *,
+            outputs: shared.Outputs, details: bool, plan: bool,
+            invariance: bool, **options: Any) -> None:
     """Compare how two networks train.
 
     Before each step both get the same state. They are of MXNet/Gluon, of
@@ -114,10 +114,10 @@ def parity(ctx: click.Context, a: str, b: str | None, *,
             raise ValueError("--invariance has no page; received --output "
                              f"{outputs.page!r}. Name a file *.json.")
         report.check_page(outputs.page)
-    compare = _invariance if invariance else _compare \
+    run = _invariance if invariance else _compare \
         if ":" in a and not os.path.isfile(a) else _compare_trace
     with _ready() as progress:
-        found = compare(a, b, shared.given(ctx), options, progress)
+        found = run(a, b, shared.given(ctx), options, progress)
     outputs.show(report.json_data(found), lambda: click.echo(str(found))
                  if invariance else report.print_result(
                      found, Console(), details=details, plan=plan))
@@ -216,7 +216,7 @@ def _invariance(a: str, b: Any, given: set[str], options: dict[str, Any],
 def trace() -> None:
     """Keep one side of a comparison in a file.
 
-    Compare with it later, or on another machine, by `mgpu parity FILE
+    Compare with it later, or on another machine, by `mgpu compare FILE
     MODULE:FACTORY`."""
 
 
