@@ -142,6 +142,12 @@ def test_measure_reduce(backend, devices):
     assert 0 < latency < math.inf and 0 < bandwidth < math.inf
 
 
+def test_the_timeline_has_a_former_name(tmp_path):
+    for name in ("timeline", "trace"):
+        run(devices=[1], backends=BACKENDS[:1], **{name: tmp_path / name})
+        assert json.loads((tmp_path / name).read_text())["traceEvents"]
+
+
 # -- the command line ---------------------------------------------------------
 
 def command(*arguments):

@@ -44,8 +44,8 @@ def bench(model: str, devices: list[Any], backend: str | None,
     report = benchmark.run(
         model if model in benchmark.MODELS else find(model), devices,
         name=model,
-        backends=shared.engines(backend), shape=input, trace=outputs.timeline,
-        progress=sys.stderr.isatty(), **options)
+        backends=shared.engines(backend), shape=input,
+        timeline=outputs.timeline, progress=sys.stderr.isatty(), **options)
     outputs.show(report, lambda: _print_report(report))
     if outputs.figure is not None:
         benchmark.plot(report, outputs.figure)
