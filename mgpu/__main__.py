@@ -20,9 +20,10 @@ def main() -> int | None:
         import mgpu
         print(f"mgpu, version {mgpu.__version__}")
         return 0
-    if arguments in (["doctor"], ["doctor", "--json"]):
+    if arguments in (["doctor"], ["doctor", "--format", "json"],
+                     ["doctor", "--json"]):
         from mgpu.tools import doctor
-        return doctor.report(as_json=len(arguments) == 2)
+        return doctor.report(as_json=len(arguments) > 1)
     print(f"Error: the command line needs {missing}. Run "
           "pip install click rich tqdm.", file=sys.stderr)
     return 2

@@ -38,12 +38,12 @@ say "mgpu doctor"
 venv/bin/mgpu doctor
 say "README's script"
 MGPU_BACKEND=$backend "$python" first.py
-say "mgpu trace record and parity --report, whose packages the extra cli brings"
+say "mgpu trace record and compare -o page.html, whose packages the extra cli brings"
 case $backend in torch) nets=torch_nets.py ;; *) nets=gluon_nets.py ;; esac
 net=$checkout/examples/port/$nets:lenet
 venv/bin/mgpu trace record "$net" --input 1x28x28 --classes 10 --steps 2 \
     -o a.trace
-venv/bin/mgpu parity a.trace "$net" --report page.html
+venv/bin/mgpu compare a.trace "$net" -o page.html
 other=$([ "$backend" = torch ] && echo mxnet || echo torch)
 "$python" -I -c "import importlib.util, mgpu, sys
 assert mgpu.__file__.startswith(sys.prefix), mgpu.__file__

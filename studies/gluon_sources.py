@@ -176,7 +176,7 @@ def report():
         "Written by `python -m studies.gluon_sources`: what `mgpu convert "
         "NET-symbol.json -o net.py`", "makes of Gluon's zoo and of networks "
         "of gluoncv2. Each source is imported, loads its weights,", "and goes "
-        "through `mgpu parity` with MXNet's network: lock-step in float64, "
+        "through `mgpu compare` with MXNet's network: lock-step in float64, "
         "two devices, two", "steps, dropout 0.", "",
         f"{len(good)} of {len(rows)} are the same. The last column is the "
         "largest relative difference of an", "array.", "",

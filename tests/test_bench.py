@@ -142,6 +142,12 @@ def test_measure_reduce(backend, devices):
     assert 0 < latency < math.inf and 0 < bandwidth < math.inf
 
 
+def test_the_timeline_has_a_former_name(tmp_path):
+    for name in ("timeline", "trace"):
+        run(devices=[1], backends=BACKENDS[:1], **{name: tmp_path / name})
+        assert json.loads((tmp_path / name).read_text())["traceEvents"]
+
+
 # -- the command line ---------------------------------------------------------
 
 def command(*arguments):
@@ -152,17 +158,16 @@ def command(*arguments):
 def test_end_to_end(tmp_path):
     """All backends at once, with every file that can be written."""
     files = {name: tmp_path / f"bench.{name}"
-             for name in ("json", "png", "trace")}
+             for name in ("json", "png", "timeline.json")}
     backend = "both" if len(BACKENDS) == 2 else BACKENDS[0]
     result = command(
         "--model", f"{__file__}:small_net", "--input", "4", "--classes",
         "3", "--backend", backend, "--devices", "1,2", *OPTIONS,
-        "--predict", "4, 64", "--dtype", "float64", "--json",
-        str(files["json"]), "--plot", str(files["png"]), "--trace",
-        str(files["trace"]))
+        "--predict", "4, 64", "--dtype", "float64",
+        *(word for file in files.values() for word in ("-o", str(file))))
     assert result.exit_code == 0, result.output
     assert sorted(os.listdir(tmp_path)) == ["bench.json", "bench.png",
-                                            "bench.trace"]
+                                            "bench.timeline.json"]
     report = json.loads(files["json"].read_text())
     assert report["dtype"] == "float64" and report["shape"] == [4]
     assert [(row["backend"], len(row["devices"]))
@@ -170,7 +175,7 @@ def test_end_to_end(tmp_path):
         (name, k) for name in ("mxnet", "torch") if name in BACKENDS
         for k in (1, 2)]
     assert files["png"].read_bytes().startswith(b"\x89PNG")
-    events = json.loads(files["trace"].read_text())["traceEvents"]
+    events = json.loads(files["timeline.json"].read_text())["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events
                  if e["name"] == "process_name"}
     assert list(processes.values()) == [

@@ -70,8 +70,8 @@ def default(patch):
 def test_a_run_for_each_number_of_devices(backend, tmp_path):
     file, plot = tmp_path / "runs.json", tmp_path / "runs.png"
     result = mgpu_command("reproduce", "lenet", "--backend", backend.name,
-                          "--devices", "1,2", *SMALL, "--json", str(file),
-                          "--plot", str(plot))
+                          "--devices", "1,2", *SMALL, "-o", str(file),
+                          "--output", str(plot))
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())
     assert set(report) == {"chapter", "versions", "runs"}
@@ -99,7 +99,7 @@ def test_reproduce_auto_parallelism(backend, tmp_path):
     file, plot = tmp_path / "runs.json", tmp_path / "runs.svg"
     result = mgpu_command("reproduce", "auto-parallelism", "--backend",
                           backend.name, "--size", "16", "--repeat", "2",
-                          "--json", str(file), "--plot", str(plot))
+                          "-o", str(file), "-o", str(plot))
     assert result.exit_code == 0, result.output
     run, = json.loads(file.read_text())["runs"]
     assert run["devices"] == ["cpu(0)", "cpu(1)"]   # or gpu, where there are
@@ -115,7 +115,7 @@ if {"mxnet", "torch"} <= set(BACKENDS):     # these compare the two
         file = tmp_path / "runs.json"
         result = mgpu_command("reproduce", "lenet", "--backend", "both",
                               "--devices", "1,2", *SMALL, "--dtype",
-                              "float64", "--json", str(file))
+                              "float64", "-o", str(file))
         assert result.exit_code == 0, result.output
         runs = json.loads(file.read_text())["runs"]
         assert [(r["backend"], len(r["devices"])) for r in runs] == [
@@ -136,14 +136,17 @@ if {"mxnet", "torch"} <= set(BACKENDS):     # these compare the two
     (["--lr", "1e30"], "loss must be finite"),
     (["--data", "nowhere"], "unknown data set; received 'nowhere'"),
     (["--size", "8"], "--size is not an option of lenet"),
-    (["--json", "no/such/folder/x.json"], "the folder of --json must exist"),
-    (["--plot", "x.bmp"], "received 'x.bmp'"),
+    (["-o", "no/such/folder/x.svg"], "the folder of --output must exist"),
+    (["-o", "x.bmp"], "--output takes a file that ends in .json, .png, .svg; "
+     "received 'x.bmp'"),
+    (["-o", "b.json"], "--output takes one file with all results; received "
+     "'new.json' and 'b.json'"),
 ])
 def test_errors_are_one_line_and_status_2(default, arguments, words, tmp_path,
                                           patch):
     patch.chdir(tmp_path)
     options = ["--limit", "8", "--batch-size", "4", "--devices", "1",
-               "--epochs", "2", "--json", "new.json"]
+               "--epochs", "2", "-o", "new.json"]
     result = mgpu_command("reproduce", "lenet", *options, *arguments)
     assert words in refused(result)
     assert os.listdir(tmp_path) == [], "nothing is written"
@@ -158,7 +161,7 @@ def test_a_script_that_ends_the_program_is_no_answer(tmp_path, code, status,
     """Its status would read as one: 0 is "the same"."""
     script = tmp_path / "script.py"
     script.write_text(f"def net():\n    raise NotImplementedError\n{code}\n")
-    result = mgpu_command("parity", f"{script}:net", f"{script}:net",
+    result = mgpu_command("compare", f"{script}:net", f"{script}:net",
                           "--input", "6", "--classes", "3")
     assert result.exit_code == status and words in result.stderr
 
@@ -174,7 +177,7 @@ def test_finished_runs_are_kept_when_a_later_one_fails(backend, tmp_path,
     patch.setitem(CHAPTERS, "lenet", fails_on_two)
     file = tmp_path / "runs.json"
     refused(mgpu_command("reproduce", "lenet", "--backend", backend.name,
-                         *SMALL, "--json", str(file)))
+                         *SMALL, "-o", str(file)))
     run, = json.loads(file.read_text())["runs"]
     assert run["devices"] == ["cpu(0)"]
 
@@ -217,7 +220,7 @@ def test_version_and_doctor_need_numpy_only():
 
 
 @pytest.mark.parametrize("without, arguments", [
-    (OPTIONAL, ["--help"]), (("rich",), ["parity", "a", "b"])])
+    (OPTIONAL, ["--help"]), (("rich",), ["compare", "a", "b"])])
 def test_a_missing_package_is_one_line(without, arguments):
     done = python_m_mgpu(*arguments, without=without)
     assert (done.returncode, done.stdout) == (2, "")
@@ -232,7 +235,7 @@ def test_help_loads_no_engine():
          "sys.exit(bool({'torch', 'mxnet'} & set(sys.modules)))"],
         capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    for name in ("bench", "doctor", "lint", "parity", "reproduce", "trace"):
+    for name in ("bench", "doctor", "compare", "lint", "reproduce", "trace"):
         assert f"\n  {name} " in done.stdout
 
 
@@ -289,7 +292,7 @@ def test_the_doctor_says_why_a_backend_is_missing(absent, default):
     assert row["cure"] == "pip install absent"
     assert report["versions"][absent] is None
     assert doctor.healthy(report), "the default is another one"
-    result = mgpu_command("doctor", "--json")
+    result = mgpu_command("doctor", "--format", "json")
     assert result.exit_code == 0
     found = json.loads(result.stdout)
     assert found["default"] == BACKENDS[0]

@@ -148,7 +148,7 @@ def test_shell_blocks_run(page, todo, tmp_path):
             ["bash", "-euo", "pipefail", "-c", block.text], cwd=tmp_path,
             timeout=300, capture_output=True, text=True,
             env=environment_of_a_person())
-        # 1: `mgpu lint` lists something, or `mgpu parity` found a
+        # 1: `mgpu lint` lists something, or `mgpu compare` found a
         # difference, which the page shows
         expected = (1,) if "mgpu lint" in block.text else (0, 1) \
             if "DIFFERENT" in (block.output or "") else (0,)

@@ -27,6 +27,7 @@ class Entry(NamedTuple):
     framework: str      # the package that it needs
     packages: str       # what pip installs for it
     newest_python: tuple[int, int] | None = None    # that has wheels
+    cpu_only: str = ""      # the command for a build without CUDA
 
     def has_wheels(self) -> bool:
         """Whether pip can install the framework on this Python."""
@@ -45,7 +46,9 @@ class Entry(NamedTuple):
 ENTRIES: dict[str, Entry] = {
     "mxnet": Entry("mgpu.backends._mxnet.backend", "mxnet",
                    "mxnet==1.9.1 'numpy<2' setuptools", (3, 12)),
-    "torch": Entry("mgpu.backends._torch.backend", "torch", "torch"),
+    "torch": Entry("mgpu.backends._torch.backend", "torch", "torch", cpu_only=
+                   "pip install torch --index-url "
+                   "https://download.pytorch.org/whl/cpu"),
 }
 ALIASES = {"gluon": "mxnet", "pytorch": "torch"}
 NAMES = tuple(ENTRIES)

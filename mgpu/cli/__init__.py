@@ -7,7 +7,7 @@ called.
 `demo`          what mgpu does, in half a minute
 `doctor`        is this machine fit
 `launch`        a script in several processes
-`parity`        `mgpu parity`, `mgpu trace` and `mgpu lint`
+`compare`       `mgpu compare`, `mgpu trace` and `mgpu lint`
 `gluon`         `mgpu inspect` and `mgpu convert`
 `find`          what a user names: networks, losses and data
 `options`       what several commands share, and how options are read
@@ -30,11 +30,12 @@ from mgpu.tools.chapters import differences
 __all__ = ["cli", "differences", "parse_devices"]
 
 #: the module of each command
-_COMMANDS = {"bench": "bench", "convert": "gluon", "demo": "demo",
-             "doctor": "doctor",
-             "inspect": "gluon", "launch": "launch", "lint": "parity",
-             "parity": "parity", "reproduce": "reproduce",
-             "trace": "parity"}
+_COMMANDS = {"bench": "bench", "compare": "compare", "convert": "gluon",
+             "demo": "demo", "doctor": "doctor", "inspect": "gluon",
+             "launch": "launch", "lint": "compare", "reproduce": "reproduce",
+             "trace": "compare"}
+#: former names of commands, which work and are not listed
+_FORMER = {"parity": "compare"}
 
 
 class _Lazy(Group):
@@ -45,6 +46,7 @@ class _Lazy(Group):
 
     def get_command(self, ctx: click.Context, name: str
                     ) -> click.Command | None:
+        name = _FORMER.get(name, name)
         if name not in _COMMANDS:
             return None
         module = importlib.import_module(f"mgpu.cli.{_COMMANDS[name]}")

@@ -11,7 +11,6 @@ from mgpu.cli.find import find
 from mgpu.cli.options import Parsed
 from mgpu.cli.tables import print_table, print_text
 from mgpu.tools import bench as benchmark
-from mgpu.utils import files
 
 
 @click.command(cls=Command)
@@ -30,13 +29,9 @@ from mgpu.utils import files
 @option("--predict", "predict_for", metavar="K,K", default=(),
         type=Parsed(shared.parse_counts), help="Predict the speed on these "
         "numbers of devices too, from what was measured on one.")
-@shared.output("--json", "Write settings and results to this file.")
-@shared.output("--plot", shared.PLOT)
-@shared.output("--trace", "Write what each device did when, for "
-               "chrome://tracing or ui.perfetto.dev.")
+@shared.outputs("json", "figure", "timeline")
 def bench(model: str, devices: list[Any], backend: str | None,
-          json_file: str | None, plot_file: str | None,
-          trace_file: str | None, input: tuple[int, ...],
+          outputs: shared.Outputs, input: tuple[int, ...],
           **options: Any) -> None:
     """Measure the speed of training here.
 
@@ -44,20 +39,17 @@ def bench(model: str, devices: list[Any], backend: str | None,
     what more devices would give. Backends and numbers of devices take turns.
     See docs/guide/profiling.md.
     """
-    shared.check_folders(json=json_file, trace=trace_file)
-    if plot_file is not None:
-        benchmark.check_plot(plot_file)
+    if outputs.figure is not None:
+        benchmark.check_plot(outputs.figure)
     report = benchmark.run(
         model if model in benchmark.MODELS else find(model), devices,
         name=model,
-        backends=shared.engines(backend), shape=input, trace=trace_file,
-        progress=sys.stderr.isatty(), **options)
-    _print_report(report)
-    if json_file is not None:
-        files.write_json(json_file, report)
-    if plot_file is not None:
-        benchmark.plot(report, plot_file)
-    shared.say_written(json_file, plot_file, trace_file)
+        backends=shared.engines(backend), shape=input,
+        timeline=outputs.timeline, progress=sys.stderr.isatty(), **options)
+    outputs.show(report, lambda: _print_report(report))
+    if outputs.figure is not None:
+        benchmark.plot(report, outputs.figure)
+    outputs.say_written()
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -1,18 +1,22 @@
 """`mgpu doctor`."""
 import click
 
+from mgpu.cli import options as shared
 from mgpu.cli.errors import Command
 from mgpu.tools import doctor as examination
 
 
 @click.command(cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(as_json: bool) -> None:
+@shared.outputs("json", flag=True)
+def doctor(outputs: shared.Outputs) -> None:
     """Tell whether this machine is fit.
 
     Shows versions, backends and why one does not load, devices, threads, and
     risky settings. Exit status 1 if the default backend does not load or a
     setting is wrong.
     """
-    click.get_current_context().exit(
-        examination.report(as_json, click.echo))
+    found = examination.diagnose()
+    outputs.show(found, lambda: click.echo("\n".join(
+        examination.lines(found))))
+    outputs.say_written()
+    click.get_current_context().exit(not examination.healthy(found))

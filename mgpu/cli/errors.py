@@ -16,6 +16,8 @@ from typing import Any
 
 import click
 
+from mgpu import backends
+
 #: arguments of the Python API whose option has another name
 _ALIASES = {"batches": "--data", "num_epochs": "--epochs", "root": "--data",
             "rules": "--map", "sample": "--input", "shape": "--input",
@@ -119,15 +121,18 @@ class Command(click.Command):
             if ctx.meta.get("mgpu.traceback"):
                 traceback.print_exc()
             # A MatchError has a line for each tensor that fits no other.
+            shape = ctx.params.get("input")
             raise Refused(self._in_options(
                 str(error) if hasattr(error, "candidates")
-                else _one_line(error))) from error
+                else _one_line(error, shape and "x".join(map(str, shape))))
+                ) from error
 
     def _in_options(self, text: str) -> str:
         """`text` with ``--batch-size`` where it says ``batch_size=`` or, at
         its beginning, ``batch_size must be``."""
-        own = {name[2:].replace("-", "_"): name for param in self.params
-               for name in param.opts if name.startswith("--")}
+        own = {key: name for param in self.params
+               for name in param.opts if name.startswith("--")
+               for key in (name[2:].replace("-", "_"), param.name)}
         options = {**{name: option for name, option in _ALIASES.items()
                       if option in own.values()}, **own}
 
@@ -135,18 +140,49 @@ class Command(click.Command):
             if found[1] not in options:
                 return found[0]
             return options[found[1]] + (" " + found[2] if found[2] else "")
+        chosen = "write --backend " if "backend" in own \
+            else "set MGPU_BACKEND="
+        text = re.sub(r"switch with mgpu\.set_backend\('(\w+)'\)",
+                      rf"{chosen}\1", text)
         text = re.sub(r"(?<![\w-])(\w+)=([\w'\"(\[{])?", option, text)
         return re.sub(r"^(\w+)()(?= must be )", option, text)
 
 
-def _one_line(error: Exception) -> str:
+#: what precedes the words of an error of MXNet: operator, time, place and
+#: condition in its source
+_PLACE = re.compile(
+    r"(?:Error in operator \S+ )?\[[\d:]+\] \S+\.(?:cc|cu|h):\d+: "
+    r"(?:Check failed: .*? : ?)?")
+#: what to do about errors of the system
+_CURES = {FileNotFoundError: "Correct the path.",
+          PermissionError: "Change its permissions, or name another file."}
+
+
+def _of_framework(error: BaseException) -> bool:
+    """Whether a framework has raised `error`; mgpu may have called it from
+    inside one of its layers."""
+    roots = [frame.f_globals.get("__name__", "").partition(".")[0]
+             for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, _EXPLAINED):
+        roots = roots[-1:]
+    return any(entry.framework in roots for entry in backends.ENTRIES.values())
+
+
+def _one_line(error: Exception, shape: str | None = None) -> str:
     """What to tell of an error. mgpu's own errors say what to do; of a
-    framework's, which may be pages, the line that says what is wrong."""
-    text = str(error)
-    if not isinstance(error, _EXPLAINED):
+    framework's, which may be pages, the line that says what is wrong. Examples
+    of the wrong `shape` may be the reason."""
+    text = _PLACE.sub("", str(error))
+    if isinstance(error, OSError) and error.errno and error.filename:
+        text = " ".join([f"{error.strerror}: {error.filename!r}.",
+                         *filter(None, [_CURES.get(type(error))])])
+    if not isinstance(error, _EXPLAINED) or _of_framework(error):
         name = type(error).__name__
         lines = [line for line in text.splitlines() if line.strip()] or [""]
         line = next((line for line in lines if line.startswith(name)),
                     f"{name}: {lines[-1]}")
+        if shape and _of_framework(error):
+            line = (f"{line.rstrip('.')}. Check that the network takes "
+                    f"examples of --input {shape}")
         text = line + " (--traceback shows where)"
     return " ".join(text.split())

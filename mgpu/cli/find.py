@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import mgpu
+from mgpu import backends
 from mgpu.cli.options import LOSSES
 from mgpu.data import datasets
 from mgpu.nn import losses
@@ -60,7 +61,7 @@ def _import(name: str) -> Any:
     except ImportError as error:
         raise ImportError(f"{name} cannot be imported ({error}). Run the "
                           "command in the folder that holds it, or install "
-                          "what is missing.") from error
+                          "what is missing.", name=error.name) from error
 
 
 def _module_of(file: Path) -> Any:
@@ -89,18 +90,23 @@ def engines() -> Iterator[None]:
     """Every backend that is installed is loaded, before a module of the
     user's imports it: MXNet needs NumPy's old names for that. An import that
     fails in the block says also why a backend was not loaded."""
-    missing = []
-    for name in mgpu.available_backends():
+    missing, there = {}, mgpu.available_backends()
+    for name, entry in backends.ENTRIES.items():
         try:
             with mgpu.using_backend(name):
                 pass
         except mgpu.BackendNotAvailable as error:
-            missing.append(str(error))
+            missing[entry.framework] = name in there, (
+                f"The {name} backend cannot be loaded ({error.__cause__}). "
+                f"Install it: {entry.cure()}.")
     try:
         yield
     except ImportError as error:
-        if missing:
-            raise ImportError(f"{error} {' '.join(missing)}") from error
+        package = (error.name or "").partition(".")[0]
+        why = [text for framework, (installed, text) in missing.items()
+               if installed or framework == package]
+        if why:
+            raise ImportError(" ".join([f"{error}", *why])) from error
         raise
 
 

@@ -34,8 +34,8 @@ _FILE = click.Path(dir_okay=False)
 @click.command(cls=Command)
 @argument("file", type=_FILE)
 @argument("params", type=_FILE, required=False)
-@option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(file: str, params: str | None, as_json: bool) -> None:
+@shared.outputs("json", flag=True)
+def inspect(file: str, params: str | None, outputs: shared.Outputs) -> None:
     """Show what is in a file.
 
     FILE is one of .params, -symbol.json and trainer states of MXNet, a
@@ -44,15 +44,18 @@ def inspect(file: str, params: str | None, as_json: bool) -> None:
     too. Needs no MXNet; nothing in the file is executed.
     """
     found = inspection.inspect_file(file, params)
-    if as_json:
-        click.echo(json.dumps(found, indent=1, default=str))
-        return
+    outputs.show(json.loads(json.dumps(found, default=str)),
+                 lambda: _show(file, found, params is not None))
+    outputs.say_written()
+
+
+def _show(file: str, found: dict[str, Any], judged: bool) -> None:
     print_text(f"{file}: {found['kind']}, {size(found['bytes'])}")
     for key, show in _SHOWN.items():
         if found.get(key) is not None:
             show(found[key])
     if "missing" in found:
-        _say_missing(found["missing"], judged=params is not None)
+        _say_missing(found["missing"], judged)
     if "values" in found:
         entries = found.get("arrays") or [
             entry for state in found.get("states", ())
@@ -162,8 +165,7 @@ def _parse_input(text: str, name: str) -> tuple[tuple[int, ...], str | None]:
 @click.command(cls=Command)
 @argument("symbol", type=_FILE)
 @argument("params", type=_FILE, required=False)
-@option("-o", "--output", "output", required=True, type=_FILE, metavar="FILE",
-        help="The file to write; what it is called says what it is.")
+@shared.outputs("network", "page")
 @option("--force", is_flag=True, help="Replace files that are there, which "
         "are else refused where their contents are others.")
 @option("--dtype", type=Choice(["float32", "float64", "float16"]),
@@ -178,19 +180,19 @@ def _parse_input(text: str, name: str) -> tuple[tuple[int, ...], str | None]:
         f"in lock-step, for {checking.STEPS} steps on random data in float64, "
         f"{checking.LARGER:g} times as large in the last. Values are compared "
         "too, and dropout, which is off, by its rates and places. Exit "
-        "status as for mgpu parity.")
+        "status as for mgpu compare.")
 @option("--trace", type=_FILE, metavar="FILE", help="Check against a file of "
         "mgpu trace record, and its first values, for which MXNet is not "
         "needed.")
 @option("--check-only", is_flag=True, help="Write nothing, and check the "
         "FILE that is there: a source with edits of yours.")
 @shared.declare("--allow-mxnet-float32")
-@shared.output("--report", "Write a page of what was checked, .html.")
 @click.pass_context
-def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
-            force: bool, dtype: str | None, plain: bool, inputs: Sequence[Any],
-            check: bool, trace: str | None, check_only: bool,
-            allow_mxnet_float32: bool, report_file: str | None) -> None:
+def convert(ctx: click.Context, symbol: str, params: str | None,
+            outputs: shared.Outputs, force: bool, dtype: str | None,
+            plain: bool, inputs: Sequence[Any], check: bool,
+            trace: str | None, check_only: bool,
+            allow_mxnet_float32: bool) -> None:
     """Write a network that Gluon has exported as something else.
 
     \b
@@ -203,11 +205,13 @@ def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
     SYMBOL is net-symbol.json, and PARAMS net-0000.params. MXNet is needed
     for --check alone. A file that cannot be checked is not written.
     """  # noqa: D301 (click reads the character itself)
+    output, page = outputs.network, outputs.page
+    if output is None:
+        raise ValueError("convert writes a network; received --output "
+                         f"{page!r}. Name a file that ends in "
+                         f"{', '.join(_WRITERS)} too.")
     ending = os.path.splitext(output)[1]
     check = check or check_only and trace is None
-    if ending not in _WRITERS:
-        raise ValueError("the name of the file to write ends in "
-                         f"{', '.join(_WRITERS)}; received {output!r}.")
     if params is None and (ending != ".py" or check or trace):
         raise ValueError(
             (f"a file {ending} holds values" if ending != ".py" else
@@ -226,16 +230,20 @@ def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
     if check and trace:
         raise ValueError("--check compares with MXNet, and --trace with a "
                          "file; received both. Leave one out.")
+    with open(symbol, "rb") as stream:
+        if stream.read(64).lstrip()[:1] != b"{":
+            raise ValueError(
+                f"SYMBOL is a -symbol.json; received {symbol!r}, which is not "
+                "JSON. Write net-symbol.json before net-0000.params.")
     if check:       # before anything is written
         _check_mxnet(symbol)
-    if report_file is not None and not (check or trace):
-        raise ValueError("a page shows what was checked; received --report "
-                         "without --check and --trace.")
-    shared.check_folders(output=output, report=report_file)
+    if page is not None and not (check or trace):
+        raise ValueError("a page shows what was checked; received --output "
+                         f"{page!r} without --check and --trace.")
     files.check_not_read(output, symbol, params)
-    if report_file is not None:
+    if page is not None:
         from mgpu.parity import report
-        report.check_page(report_file)
+        report.check_page(page)
     job = _Job(symbol, params, dtype, inputs, plain)
     write, read = _WRITERS[ending]
     with mgpu.using_backend("torch"), tempfile.TemporaryDirectory() as folder:
@@ -267,14 +275,14 @@ def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
         for part, file in targets.items():
             with files.part_of(file) as path:
                 shutil.copyfile(part, path)
-    shared.say_written(*targets.values())
+    for file in targets.values():
+        click.echo(f"written: {file}")
     if found is not None:
         from mgpu.parity import report
         report.print_result(found, Console())
-        if report_file is not None:
-            report.write_html(found, report_file,
-                              command=ctx.meta["mgpu.command"])
-            shared.say_written(report_file)
+        if page is not None:
+            report.write_html(found, page, command=ctx.meta["mgpu.command"])
+            click.echo(f"written: {page}")
         ctx.exit(exit_status(found,
                              allow_mxnet_float32=allow_mxnet_float32))
 

@@ -6,16 +6,20 @@ from click import Choice, FloatRange, IntRange, option
 
 from mgpu import backends
 from mgpu.cli.errors import Command
+from mgpu.cli.options import Renamed
 from mgpu.distributed import launch as starting
 
 
 @click.command(cls=Command, context_settings={
     "ignore_unknown_options": False, "allow_interspersed_args": False})
-@option("-n", "--processes", type=IntRange(1), default=1,
+@option("-n", "--nproc-per-node", "processes", type=IntRange(1), default=1,
+        cls=Renamed, former=["--processes"],
         help="The number of processes on this machine.")
-@option("--engine", type=Choice(["torch", "kvstore"]), default=None,
-        help="What adds up gradients over processes: torch.distributed, or "
-        "MXNet's KVStore. Default: $MGPU_ENGINE, else torch.")
+@option("--comm", type=Choice(["gloo", "kvstore", "torch"]), default=None,
+        cls=Renamed, former=["--engine"], metavar="gloo|kvstore",
+        help="The communication backend, which adds gradients over processes: "
+        "gloo of torch.distributed, or MXNet's KVStore. Default: $MGPU_COMM, "
+        "else gloo.")
 @option("--backend", type=Choice([*backends.NAMES, *backends.ALIASES]),
         default=None, metavar="|".join(backends.NAMES),
         help="The backend of a script that chooses none. Default: "
@@ -23,11 +27,12 @@ from mgpu.distributed import launch as starting
         "are.")
 @option("--max-restarts", type=IntRange(0), default=0, help="How often all "
         "processes are started again where one fails.")
-@option("--nnodes", type=IntRange(1), default=1, help="The number of "
-        "machines. Each runs this command.")
-@option("--rdzv", metavar="HOST:PORT", default=None, help="Where the machines "
-        "meet: an address of one of them, the same in all commands. Without "
-        "it all sockets are bound to loopback.")
+@option("--nnodes", "machines", type=IntRange(1), default=1,
+        help="The number of machines. Each runs this command.")
+@option("--rdzv-endpoint", "rdzv", metavar="HOST:PORT", default=None,
+        cls=Renamed, former=["--rdzv"], help="Where the machines meet: an "
+        "address of one of them, the same in all commands. Without it all "
+        "sockets are bound to loopback.")
 @option("--timeout", type=FloatRange(0, min_open=True), default=None,
         help="Seconds that a process may be silent, where the script does not "
         "say. Default: 300.")
@@ -40,15 +45,15 @@ from mgpu.distributed import launch as starting
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def launch(ctx: click.Context, script: str, arguments: tuple[str, ...],
-           nnodes: int, **options: object) -> None:
+           **options: object) -> None:
     """Run SCRIPT in several processes that train one network.
 
     In the script one line is new: mgpu.distributed.init(). The output of
     rank 0 is shown. Status: 0 where all processes end well, 1 where one does
-    not, 128 + the signal after Ctrl-C or SIGTERM. See
+    not or has not called init, 128 + the signal after Ctrl-C or SIGTERM. See
     docs/guide/processes.md.
     """
-    status = starting.launch(script, arguments, machines=nnodes,
+    status = starting.launch(script, arguments,
                              **options)     # type: ignore[arg-type]
     sys.stdout.flush()
     ctx.exit(status)

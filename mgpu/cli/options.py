@@ -1,6 +1,10 @@
 """Options that several commands have, and what is written in them."""
+import contextlib
+import functools
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +172,21 @@ class Parsed(click.ParamType):
         return self._parse(value, param.opts[-1])
 
 
+class Renamed(click.Option):
+    """An option whose `former` names still work, and are not shown."""
+
+    def __init__(self, *names: Any, former: Sequence[str], **settings: Any
+                 ) -> None:
+        super().__init__(*names, **settings)
+        self._former = former
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        shown = self.opts
+        self.opts = [*shown, *self._former]
+        super().add_to_parser(parser, ctx)
+        self.opts = shown
+
+
 # -- declarations -------------------------------------------------------------
 
 #: what `declare` declares: type, default value, metavar and help by name
@@ -219,7 +238,6 @@ _OPTIONS: dict[str, tuple[Any, Any, str | None, str]] = {
         bool, False, None, "Exit with 0 too where nothing differs but what "
         "MXNet computes in float32."),
 }
-PLOT = "Draw the results into this file, .png or .svg."
 NETWORK = ("--input", "--classes", "--batch-size", "--loss", "--optimizer",
            "--optimizer-params")
 TRAINING = ("--steps", "--dtype", "--batch-norm", "--native", "--semantics",
@@ -245,10 +263,107 @@ def declare(*names: str, second: bool = False, **defaults: Any) -> Callable:
     return decorate
 
 
-def output(name: str, text: str) -> Callable:
-    """An option that names a file to write, as ``<name>_file``."""
-    return option(name, f"{name[2:]}_file", metavar="FILE", help=text,
-                  type=click.Path(dir_okay=False))
+@dataclass
+class Outputs:
+    """The files that a command writes, by their form, or None."""
+
+    json: str | None = None
+    figure: str | None = None
+    timeline: str | None = None
+    page: str | None = None
+    network: str | None = None
+    #: where JSON goes instead of text; None: nowhere
+    stdout: Any = None
+
+    def show(self, data: Any, text: Callable[[], Any]) -> None:
+        """Print ``text()``, or `data` as JSON; write the file of `data`."""
+        if self.json is not None:
+            files.write_json(self.json, data)
+        if self.stdout is None:
+            text()
+        else:
+            click.echo(files.json_text(data), self.stdout, nl=False)
+
+    def say_written(self) -> None:
+        """Print the names of the files that were written."""
+        for path in (self.json, self.figure, self.timeline, self.page):
+            if path is not None:
+                click.echo(f"written: {path}")
+
+
+#: the forms of `Outputs`: extensions, former option, what is in the file
+_FORMS = {
+    "json": ((".json",), "--json", "all results"),
+    "figure": ((".png", ".svg"), "--plot", "a figure"),
+    "timeline": ((".timeline.json",), "--trace",
+                 "when each device did what, for ui.perfetto.dev"),
+    "page": ((".html",), "--report", "a page for the browser"),
+    "network": ((".py", ".safetensors", ".params", ".pt2"), "",
+                "the network, see above")}
+
+
+def _form_of(forms: Sequence[str]) -> Parsed:
+    """The type of an option whose file has one of `forms`: (form, file)."""
+    known = {end: form for form in forms for end in _FORMS[form][0]}
+
+    def parse(text: str, name: str) -> tuple[str, str]:
+        found = max(filter(text.endswith, known), key=len, default="")
+        if not found:
+            raise ValueError(f"{name} takes a file that ends in "
+                             f"{', '.join(known)}; received {text!r}.")
+        return known[found], text
+    return Parsed(parse)
+
+
+def outputs(*forms: str, flag: bool = False) -> Callable:
+    """The options --output and --format, which the command gets as
+    ``outputs``, an `Outputs`; and their former names, for one version.
+
+    With ``--format json`` all that the command prints goes to standard error,
+    so that standard output is JSON and nothing else. `flag`: the former
+    ``--json`` was a flag.
+    """
+    endings = ", ".join(f"{' or '.join(_FORMS[form][0])} ({_FORMS[form][2]})"
+                        for form in forms)
+    declared = [option(
+        "-o", "--output", "named", multiple=True, metavar="FILE",
+        type=_form_of(forms), required="network" in forms, help="File to "
+        f"write. The extension selects the format: {endings}."
+        + " May be given once for each." * (len(forms) > 1))]
+    if "json" in forms:
+        declared.append(option(
+            "--format", "printed", type=Choice(["text", "json"]),
+            default="text", help="Form of standard output."))
+    former = [(form, _FORMS[form][1]) for form in forms if _FORMS[form][1]
+              and not (flag and form == "json")]
+    declared += [option(name, f"former_{form}", hidden=True)
+                 for form, name in former]
+    if flag:
+        declared.append(option("--json", "printed", flag_value="json",
+                               hidden=True))
+
+    def decorate(command: Callable) -> Callable:
+        @functools.wraps(command)
+        def run(*arguments: Any, named: Sequence[tuple[str, str]],
+                printed: str = "text", **options: Any) -> Any:
+            given = [*named, *(
+                (form, file) for form, _ in former
+                if (file := options.pop(f"former_{form}")) is not None)]
+            wanted = Outputs(stdout=sys.stdout if printed == "json" else None)
+            for form, file in given:
+                if getattr(wanted, form) is not None:
+                    raise ValueError(
+                        f"--output takes one file with {_FORMS[form][2]}; "
+                        f"received {getattr(wanted, form)!r} and {file!r}.")
+                files.check_folder(file, "--output")
+                setattr(wanted, form, file)
+            with contextlib.redirect_stdout(sys.stderr) if wanted.stdout \
+                    else contextlib.nullcontext():
+                return command(*arguments, outputs=wanted, **options)
+        for add in reversed(declared):
+            run = add(run)
+        return run
+    return decorate
 
 
 def kwargs(which: str = "", name: str = "--kwargs") -> Callable:
@@ -272,17 +387,3 @@ def engines(backend: str | None) -> list[str]:
         return [mgpu.get_backend().name]
     with mgpu.using_backend(backend) as engine:
         return [engine.name]
-
-
-def check_folders(**named: str | None) -> None:
-    """Refuse files whose folder does not exist, before the work and not
-    after it; each is given by the name of its option."""
-    for name, path in named.items():
-        if path is not None:
-            files.check_folder(path, f"--{name}")
-
-
-def say_written(*paths: str | None) -> None:
-    """Print the names of the files that were written."""
-    for path in filter(None, paths):
-        click.echo(f"written: {path}")

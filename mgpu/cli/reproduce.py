@@ -1,5 +1,6 @@
 """`mgpu reproduce`: the book's chapters."""
 import functools
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from mgpu.tools import bench, chapters, doctor, plotting
 from mgpu.tools.plotting.charts import mean_rate
 from mgpu.tools.plotting.style import check_figure
 from mgpu.utils import files
+from mgpu.utils.arguments import number
 
 CHAPTERS: dict[str, Callable[..., chapters.Run]] = {
     "auto-parallelism": chapters.auto_parallelism,
@@ -46,13 +48,11 @@ CHAPTERS: dict[str, Callable[..., chapters.Run]] = {
         "Default: 1024 on CPUs, 4000 on GPUs.")
 @option("--repeat", type=int, help="The number of products of "
         "auto-parallelism. Default: 20 on CPUs, 50 on GPUs.")
-@shared.output("--json", "Write settings and results to this file after each "
-               "run.")
-@shared.output("--plot", shared.PLOT)
+@shared.outputs("json", "figure")
 @click.pass_context
 def reproduce(ctx: click.Context, chapter: str, backend: str | None,
-              devices: list[Any] | None, json_file: str | None,
-              plot_file: str | None, **options: Any) -> None:
+              devices: list[Any] | None, outputs: shared.Outputs,
+              **options: Any) -> None:
     """Run a chapter of the book.
 
     The book is Dive into Deep Learning (d2l.ai); the chapters are "Automatic
@@ -69,24 +69,31 @@ def reproduce(ctx: click.Context, chapter: str, backend: str | None,
                          f"{chapter}; leave it out.")
     options = {name: options[name] for name in own
                if options[name] is not None}
+    # before the run is announced
+    if not 0 < options.get("lr", 1) < math.inf:
+        raise ValueError("lr must be a positive number; received "
+                         f"{options['lr']}. Write for example 0.1.")
+    number("init_scale", options.get("init_scale", 0), 0)
     plan = bench.plan(shared.engines(backend),
                       devices or ([2] if times_only else [1, 2]))
-    shared.check_folders(json=json_file)
-    if plot_file is not None:
-        check_figure(plot_file)
+    if outputs.figure is not None:
+        check_figure(outputs.figure)
     runs: list[chapters.Run] = []
     for name, places in plan:
         with mgpu.using_backend(name):
             run = CHAPTERS[chapter] if times_only else \
                 functools.partial(training, chapter)
             runs.append(run(places, **options))
-        if json_file is not None:
-            files.write_json(json_file, {
-                "chapter": chapter, "versions": doctor.versions(
-                    r["backend"] for r in runs), "runs": runs})
-    (_show_timings if times_only else show_trainings)(
-        chapter, runs, plot_file)
-    shared.say_written(json_file, plot_file)
+        found = {"chapter": chapter, "versions": doctor.versions(
+            r["backend"] for r in runs), "runs": runs}
+        if outputs.json is not None:    # a later run may fail
+            files.write_json(outputs.json, found)
+    show, draw = (_show_timings, _draw_timings) if times_only else (
+        show_trainings, draw_trainings)
+    outputs.show(found, lambda: show(runs))
+    if outputs.figure is not None:
+        draw(chapter, runs, outputs.figure)
+    outputs.say_written()
 
 
 def training(chapter: str, devices: list[Device], *, batch_size: int,
@@ -113,9 +120,8 @@ def training(chapter: str, devices: list[Device], *, batch_size: int,
 
 # -- results ------------------------------------------------------------------
 
-def show_trainings(chapter: str, runs: list[chapters.Run],
-                   plot_file: str | None) -> None:
-    """Print a table, and how far the backends are apart; draw the runs."""
+def show_trainings(runs: list[chapters.Run]) -> None:
+    """Print a table, and how far the backends are apart."""
     rates = [mean_rate([run]) or 0.0 for run in runs]
     single = {run["backend"]: rate for run, rate in zip(runs, rates)
               if len(run["devices"]) == 1}
@@ -130,24 +136,28 @@ def show_trainings(chapter: str, runs: list[chapters.Run],
             for run, rate in zip(runs, rates)])
     for line in chapters.differences(runs):
         click.echo(line)
-    if plot_file is not None:
-        first = runs[0]
-        plotting.plot_runs(
-            runs, plot_file, title=f"{chapter} on {first['data']['name']}, "
-            f"batch {first['batch_size']}, rate {first['lr']:g}, "
-            f"{first['dtype']}")
 
 
-def _show_timings(chapter: str, runs: list[chapters.Run],
-                  plot_file: str | None) -> None:
+def draw_trainings(chapter: str, runs: list[chapters.Run], file: str
+                   ) -> None:
+    """Draw the curves of the runs."""
+    first = runs[0]
+    plotting.plot_runs(
+        runs, file, title=f"{chapter} on {first['data']['name']}, batch "
+        f"{first['batch_size']}, rate {first['lr']:g}, {first['dtype']}")
+
+
+def _show_timings(runs: list[chapters.Run]) -> None:
     if len(runs) > 1:
         print_table(
             ("seconds", *(run["backend"] for run in runs)),
             [(rows[0]["name"], *(f"{row['seconds']:.4f}" for row in rows))
              for rows in zip(*(run["timings"] for run in runs))])
-    if plot_file is not None:
-        first = runs[0]
-        plotting.plot_timings(
-            [row for run in runs for row in run["timings"]], plot_file,
-            title=f"{first['repeat']} products of {first['size']} x "
-            f"{first['size']}, {first['dtype']}")
+
+
+def _draw_timings(chapter: str, runs: list[chapters.Run], file: str) -> None:
+    first = runs[0]
+    plotting.plot_timings(
+        [row for run in runs for row in run["timings"]], file,
+        title=f"{first['repeat']} products of {first['size']} x "
+        f"{first['size']}, {first['dtype']}")

@@ -294,7 +294,7 @@ def check_store(kvstore: Any, compression_params: Any) -> None:
             f"unknown kvstore; received {kvstore!r}. Leave it out: a Trainer "
             "sums as allreduce= says (the cards' own collective is allreduce="
             "'native'), and over the processes that mgpu.distributed.init() "
-            "joins and mgpu launch starts (--engine kvstore is MXNet's "
+            "joins and mgpu launch starts (--comm kvstore is MXNet's "
             "server).")
     if compression_params is not None:
         raise ValueError(

@@ -800,7 +800,7 @@ def _path(folder: str, name: str) -> str:
 
 def _folder(root: Any, download: bool) -> str:
     """The folder that holds the four files; fills the cache if it may."""
-    by = "MGPU_DATA" if root is None else "root"
+    by = "MGPU_DATA=" if root is None else ""
     named = environment.data_folder() if root is None \
         else os.fspath(root) or "."
     cache = (os.environ.get("XDG_CACHE_HOME")
@@ -809,9 +809,9 @@ def _folder(root: Any, download: bool) -> str:
     missing = [name for name in _MD5 if not _path(folder, name)]
     if missing and named:
         raise FileNotFoundError(
-            f"{by} must name a folder with the four IDX files; received "
+            f"a data folder holds the four IDX files; received {by}"
             f"{folder!r}, which lacks {', '.join(missing)} (with or without "
-            f".gz). Put them there, or leave {by} out to search further.")
+            ".gz). Put them there, or name another folder.")
     if missing and not download:
         raise FileNotFoundError(
             f"Fashion-MNIST is not in {folder!r}, and download=False. To "

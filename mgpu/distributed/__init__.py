@@ -19,7 +19,8 @@ import threading
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from mgpu.distributed.world import Span, World, current, enter, in_words
+from mgpu.distributed.world import (Span, World, current, enter, in_words,
+                                    join)
 from mgpu.errors import (ModelMismatch, UnevenWork, WorkerError, WorkerFailed,
                          WorkerLost)
 from mgpu.utils import environment
@@ -30,8 +31,10 @@ __all__ = ["ModelMismatch", "Span", "UnevenWork", "World", "WorkerError",
            "init", "is_main", "local_rank", "rank", "shutdown", "world_size"]
 
 #: the module and the class of each communication backend
-ENGINES = {"torch": ("mgpu.distributed._gloo", "Gloo"),
-           "kvstore": ("mgpu.distributed._kvstore", "KVStore")}
+COMMS = {"gloo": ("mgpu.distributed._gloo", "Gloo"),
+         "kvstore": ("mgpu.distributed._kvstore", "KVStore")}
+#: names of an older version
+FORMER_COMMS = {"torch": "gloo"}
 
 
 def rank() -> int:
@@ -68,7 +71,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def init(*, timeout: float | None = None, start_timeout: float = 60.0,
-         engine: str | None = None) -> World:
+         comm: str | None = None, engine: str | None = None) -> World:
     """Join the other processes of the job.
 
     Reads what torchrun and ``mgpu launch`` put into the environment: RANK,
@@ -82,10 +85,13 @@ def init(*, timeout: float | None = None, start_timeout: float = 60.0,
         `WorkerLost`. Default: as ``mgpu launch --timeout`` says, else 300.
     start_timeout : float
         Seconds within which all processes have to be there.
-    engine : {"torch", "kvstore"}, optional
-        What adds up gradients over processes: ``torch.distributed``, or
-        MXNet's KVStore for those of float32. Default: as
-        ``mgpu launch --engine`` says, else "torch".
+    comm : {"gloo", "kvstore"}, optional
+        The communication backend, which adds gradients over processes: gloo
+        of ``torch.distributed`` (NCCL on CUDA cards), or MXNet's KVStore for
+        those of float32. Default: that of ``mgpu launch --comm``, else
+        "gloo".
+    engine : str, optional
+        The former name of `comm`, for one version.
 
     Returns
     -------
@@ -101,21 +107,22 @@ def init(*, timeout: float | None = None, start_timeout: float = 60.0,
     timeout = number("timeout", environment.timeout() or 300.0
                      if timeout is None else timeout, 0)
     number("start_timeout", start_timeout, 0)
-    engine = engine or environment.engine() or "torch"
-    one_of("engine", engine, ENGINES)
+    comm = comm or engine or environment.comm() or "gloo"
+    comm = one_of("comm", FORMER_COMMS.get(comm, comm), COMMS)
+    join()
     if current().size > 1 or "RANK" not in os.environ:
         return current()
     own = _environment()
     if own["size"] == 1:
         return current()
-    module, kind = ENGINES[engine]
+    module, kind = COMMS[comm]
     world = World(getattr(importlib.import_module(module), kind)(
         timeout, start_timeout, **own), own["restarts"])
     enter(world)
     _leave_at_exit(world)
     world.agree("mgpu.distributed.init", {
         "mgpu": sys.modules["mgpu"].__version__, "timeout": timeout,
-        "engine": engine}, "Use one version, and the same arguments, on every "
+        "comm": comm}, "Use one version, and the same arguments, on every "
         "rank.")
     return world
 
@@ -179,7 +186,7 @@ def _end(world: World) -> None:
         print(f"mgpu: rank {world.rank} has ended while other ranks go on: "
               "all ranks do the same number of steps.", file=sys.stderr)
         _ending.status = _ending.status or 1
-    if not alike or world.engine is not None and world.engine.pending:
+    if not alike or world.pending:
         # Else the interpreter would wait for the end of the exchange.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from mgpu.distributed._gloo import listening, own_address
 from mgpu.distributed.launch import Job, verdict
-from mgpu.distributed.world import in_words
+from mgpu.distributed.world import UNJOINED, in_words
 
 #: seconds that the other ranks have to notice a failure, and to end
 _NOTICE = 3.0
@@ -66,7 +66,8 @@ def run(job: Job) -> int:
             agent = _Agent(job, _rendezvous(job))
             result = agent.run()
             # None: the machines that were wanted are there without this one.
-            return 1 if result is None or result.is_failed() else 0
+            return 1 if result is None or result.is_failed() \
+                or not job.joined() else 0
         except SignalException as error:
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
@@ -79,7 +80,8 @@ def run(job: Job) -> int:
                     f"{':'.join(map(str, job.rdzv or ()))} within "
                     f"{job.start_timeout:g} s, and stay; they do not "
                     f"({' '.join(in_words(error).split())[:200]}). Start "
-                    "them again, all with the same --nnodes and --rdzv.")
+                    "them again, all with the same --nnodes and "
+                    "--rdzv-endpoint.")
             return 1
         finally:
             if agent is not None:
@@ -135,8 +137,8 @@ def _rendezvous(job: Job) -> _Rendezvous:
             port = server.getsockname()[1]
             more["master_listen_fd"] = server.detach()
     except socket.gaierror as error:
-        raise ValueError(f"--rdzv names a machine; {host!r} is not known "
-                         f"here ({error}).") from error
+        raise ValueError("--rdzv-endpoint names a machine; "
+                         f"{host!r} is not known here ({error}).") from error
     except OSError as error:
         # another machine's address, or this one listens there already
         if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
@@ -189,6 +191,11 @@ class _Logs(LogsSpecs):
         for local, env in envs.items():
             env.update(self._job.variables)
             name = f"rank-{env['RANK']}"
+            if int(env["WORLD_SIZE"]) > 1:
+                mark = self._job.folder / f"{name}.unjoined"
+                mark.touch()
+                env[UNJOINED] = str(mark)
+                self._job.unjoined.add(mark)
             if not more:    # an earlier job may have had this folder
                 for old in self._job.folder.glob(f"{name}.restart-*.*"):
                     old.unlink()

@@ -30,10 +30,10 @@ _REPORTS = tuple(f"mgpu.errors.{name}" for name in (
 
 
 def launch(script: str, arguments: Sequence[str] = (), *, processes: int,
-           engine: str | None = None, backend: str | None = None,
+           comm: str | None = None, backend: str | None = None,
            max_restarts: int = 0, machines: int = 1, rdzv: str | None = None,
            timeout: float | None = None, start_timeout: float = 300.0,
-           log_dir: str | None = None) -> int:
+           log_dir: str | None = None, engine: str | None = None) -> int:
     """Run a script in several processes, and wait for them.
 
     The output of rank 0 is copied to standard output and standard error as
@@ -47,8 +47,8 @@ def launch(script: str, arguments: Sequence[str] = (), *, processes: int,
         A Python file, run with `arguments`.
     processes : int
         How many on this machine.
-    engine, backend : str, optional
-        ``MGPU_ENGINE`` and ``MGPU_BACKEND`` of the processes.
+    comm, backend : str, optional
+        ``MGPU_COMM`` and ``MGPU_BACKEND`` of the processes.
     max_restarts : int
         How often all are started again where one fails.
     machines : int
@@ -64,6 +64,8 @@ def launch(script: str, arguments: Sequence[str] = (), *, processes: int,
     log_dir : path, optional
         The folder of the logs. Default: one that is named in the output, and
         removed where all processes end well.
+    engine : str, optional
+        The former name of `comm`, for one version.
 
     Returns
     -------
@@ -84,7 +86,7 @@ def launch(script: str, arguments: Sequence[str] = (), *, processes: int,
         raise FileNotFoundError(f"launch runs a Python file; {script!r} is "
                                 "none. Name a script.")
     variables = {
-        "MGPU_ENGINE": engine,
+        "MGPU_COMM": comm or engine or environment.comm(),
         "MGPU_BACKEND": backends.ALIASES.get(backend or "", backend),
         "MGPU_TIMEOUT": None if timeout is None else f"{timeout:g}"}
     if "OMP_NUM_THREADS" not in os.environ:
@@ -98,13 +100,17 @@ def launch(script: str, arguments: Sequence[str] = (), *, processes: int,
     agent = importlib.import_module("mgpu.distributed._torchrun")
     if log_dir is not None:
         os.makedirs(log_dir, exist_ok=True)
-    job.folder = Path(log_dir or tempfile.mkdtemp(prefix="mgpu-launch-"))
+    # The scripts may change their folder.
+    job.folder = Path(log_dir or tempfile.mkdtemp(prefix="mgpu-launch-")
+                      ).absolute()
     job.say(f"starts {job.processes} process{'es' * (job.processes > 1)}; "
             f"the output of each is in {job.folder}")
     status = 1
     try:
         status = agent.run(job)
     finally:
+        for mark in job.unjoined:
+            mark.unlink(missing_ok=True)
         if status:
             job.say(f"the output of each rank is kept in {job.folder}")
         elif log_dir is None:
@@ -131,7 +137,7 @@ def _address(rdzv: str | None, machines: int) -> tuple[str, int] | None:
 class Job:
     """What runs. `variables`: what the processes have in their environment
     besides ours; `errors`: the file with the standard error of each rank of
-    this machine."""
+    this machine; `unjoined`: the files that `init` removes, one a process."""
 
     script: str
     arguments: list[str]
@@ -143,11 +149,24 @@ class Job:
     variables: dict[str, str]
     folder: Path = Path()
     errors: dict[int, str] = field(default_factory=dict)
+    unjoined: set[Path] = field(default_factory=set)
 
     @staticmethod
     def say(text: str) -> None:
         """A line of our own, on standard error."""
         print(f"mgpu: {text}", file=sys.stderr, flush=True)
+
+    def joined(self) -> bool:
+        """Whether all processes of this machine have called
+        `mgpu.distributed.init`; if not, says so. All have ended well."""
+        alone = [mark for mark in self.unjoined if mark.exists()]
+        if alone:
+            self.say(
+                "the script has ended without mgpu.distributed.init(): "
+                f"{len(alone)} processes have run it independently of each "
+                "other. Call mgpu.distributed.init() before the first "
+                "network.")
+        return not alone
 
 
 # -- which rank is the cause --------------------------------------------------

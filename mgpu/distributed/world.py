@@ -28,6 +28,8 @@ from mgpu.errors import (ModelMismatch, UnevenWork, WorkerError,
 if TYPE_CHECKING:
     from mgpu.distributed._gloo import Gloo
 
+#: the variable that names a file of `mgpu launch`, which `init` removes
+UNJOINED = "_MGPU_UNJOINED"
 #: what a process gives in the place of its work
 _FAILED, _LEAVES = "failed", "the end of the program"
 
@@ -46,10 +48,9 @@ class World:
         told; None before.
     """
 
-    def __init__(self, engine: "Gloo | None" = None, restarts: int = 0
-                 ) -> None:
-        self.engine = engine
-        self.rank, self.size = (engine.rank, engine.size) if engine else (0, 1)
+    def __init__(self, comm: "Gloo | None" = None, restarts: int = 0) -> None:
+        self._comm = comm
+        self.rank, self.size = (comm.rank, comm.size) if comm else (0, 1)
         self.restarts = restarts
         self.devices: list[int] | None = None
         #: in the middle of passes
@@ -79,6 +80,11 @@ class World:
     def is_main(self) -> bool:
         """Whether this process writes files and draws."""
         return self.rank == 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether an exchange was left before its end."""
+        return self._comm is not None and self._comm.pending
 
     # -- meetings -----------------------------------------------------------
 
@@ -135,9 +141,9 @@ class World:
         self.wish = self._agreed = None
 
     def _meet(self, work: str, value: Any) -> list[dict[str, Any]]:
-        with self._exchange() as engine:
+        with self._exchange() as comm:
             self.serial, self._reported = self.serial + 1, None
-            every = [json.loads(x) for x in engine.allgather(json.dumps(
+            every = [json.loads(x) for x in comm.allgather(json.dumps(
                 {"work": work, "value": value, "stop": self.wish}).encode())]
         self._agreed = next((one["stop"] for one in every
                              if one["stop"] is not None), self._agreed)
@@ -153,18 +159,18 @@ class World:
                 "has forked. Let such a process read data only.")
         if self._lost is not None:
             raise self._lost
-        assert self.engine is not None
+        assert self._comm is not None
         # Held by a thread whose exchange a second Ctrl-C has left, perhaps.
-        if not self._lock.acquire(timeout=self.engine.timeout):
+        if not self._lock.acquire(timeout=self._comm.timeout):
             self._lost = WorkerLost(
                 f"one thread of rank {self.rank} exchanges at a time; another "
-                f"one has done so for {self.engine.timeout:g} s, at "
+                f"one has done so for {self._comm.timeout:g} s, at "
                 f"{self._work!r}. Start the job again.")
             raise self._lost
         try:
-            yield self.engine
+            yield self._comm
         except WorkerLost as error:
-            self._lost = self._cause(self.engine.notes(), error)
+            self._lost = self._cause(self._comm.notes(), error)
             raise self._lost from error
         except BaseException as error:      # Ctrl-C, amid an exchange
             self.give_up(error)
@@ -192,7 +198,7 @@ class World:
     @property
     def _alone(self) -> bool:
         """Whether this process has no others to report to."""
-        return self.engine is None or self._lost is not None \
+        return self._comm is None or self._lost is not None \
             or self._process != os.getpid()
 
     @contextlib.contextmanager
@@ -238,13 +244,13 @@ class World:
         `WorkerLost`, with `error`, wherever they are."""
         if self._alone:
             return
-        assert self.engine is not None
+        assert self._comm is not None
         why = error if isinstance(error, str) else in_words(error)
         self._lost = WorkerLost(
             f"rank {self.rank} has left the others at {self._work!r}: "
             f"{why}. Start the job again.")
-        self.engine.post(f"{why} (its last work was {self._work!r})")
-        self.engine.close(False)
+        self._comm.post(f"{why} (its last work was {self._work!r})")
+        self._comm.close(False)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -263,7 +269,7 @@ class World:
     def leave(self, why: str | None) -> bool:
         """End the part of this process. Returns whether none of the others
         goes on; `why`: the error that ends it."""
-        if self.engine is None or self._process != os.getpid():
+        if self._comm is None or self._process != os.getpid():
             return True
         alike = False
         if why:
@@ -273,7 +279,7 @@ class World:
             with contextlib.suppress(WorkerError):  # ended before, or busy
                 alike = all(one["work"] == _LEAVES
                             for one in self._meet(_LEAVES, None))
-        self.engine.close(alike, stays=self._lost is not None)
+        self._comm.close(alike, stays=self._lost is not None)
         return alike or self._lost is not None
 
     def agree(self, work: str, facts: dict[str, Any], cure: str) -> None:
@@ -300,24 +306,24 @@ class World:
                    work: str = "a reduction") -> None:
         """`reduce` each of `arrays`, which are as many and as long on all
         ranks."""
-        if self.engine is not None:
-            with self._arrays(work, op, *arrays) as engine:
-                engine.allreduce(arrays, op)
+        if self._comm is not None:
+            with self._arrays(work, op, *arrays) as comm:
+                comm.allreduce(arrays, op)
 
     def reduce_native(self, x: Any, op: str = "sum",
                       work: str = "a reduction") -> bool:
         """As `reduce`, on an array of a framework; False: not done."""
-        if self.engine is None:
+        if self._comm is None:
             return True
-        with self._arrays(work, op, x) as engine:
-            return engine.allreduce_native(x, op)
+        with self._arrays(work, op, x) as comm:
+            return comm.allreduce_native(x, op)
 
     def broadcast(self, flat: np.ndarray, root: int = 0,
                   work: str = "a broadcast") -> None:
         """Copy rank `root`'s array into that of the others."""
-        if self.engine is not None:
-            with self._arrays(work, str(root), flat) as engine:
-                engine.broadcast(flat, root)
+        if self._comm is not None:
+            with self._arrays(work, str(root), flat) as comm:
+                comm.broadcast(flat, root)
 
     @contextlib.contextmanager
     def _arrays(self, work: str, how: str, *arrays: Any) -> "Iterator[Gloo]":
@@ -327,8 +333,8 @@ class World:
             self.agree(work, {"call": [how, *(
                 [str(x.dtype), list(x.shape)] for x in arrays)]},
                 "Call it alike on every rank.")
-        with self._exchange() as engine:
-            yield engine
+        with self._exchange() as comm:
+            yield comm
 
     # -- places -------------------------------------------------------------
 
@@ -380,6 +386,7 @@ class World:
     def span(self, k: int) -> "Span":
         """Where `k` devices of this rank are among those of all ranks. A
         meeting."""
+        _check_joined()
         counts = [int(n) for n in self.gather("initialize", k)]
         self.devices = counts
         return Span(self, counts)
@@ -437,6 +444,24 @@ class Span:
     @property
     def wide(self) -> bool:
         return self.world.size > 1
+
+
+def join() -> None:
+    """Tell `mgpu launch`, if it has started this process, that the script
+    calls `init`."""
+    if UNJOINED in os.environ:
+        with contextlib.suppress(FileNotFoundError):    # a second call
+            os.unlink(os.environ[UNJOINED])
+
+
+def _check_joined() -> None:
+    """RuntimeError where `mgpu launch` has started several processes, and
+    this one has not joined the others: each would train by itself."""
+    if os.path.exists(os.environ.get(UNJOINED, "")):
+        raise RuntimeError(
+            "mgpu launch has started several processes; received a network "
+            "before mgpu.distributed.init(), so each process would train by "
+            "itself. Call mgpu.distributed.init() before the first network.")
 
 
 def same_batch(a: Sequence[Any], b: Sequence[Any]) -> bool:

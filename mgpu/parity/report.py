@@ -129,7 +129,12 @@ def write_json(result: Any, file: files.FilePath) -> None:
     JSON has no number for infinity or NaN: they become the strings
     "Infinity", "-Infinity" and "NaN". Tuples become lists.
     """
-    files.write_json(file, _plain(result.to_dict()))
+    files.write_json(file, json_data(result))
+
+
+def json_data(result: Any) -> Any:
+    """What `write_json` writes."""
+    return _plain(result.to_dict())
 
 
 def _plain(x: Any) -> Any:

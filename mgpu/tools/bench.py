@@ -102,7 +102,8 @@ def run(model: str | Callable[[], Any] = "lenet",
         steps: int = 5, rounds: int = 7, dtype: str = "float32",
         shape: Sequence[int] = (1, 28, 28), classes: int = 10,
         predict_for: Sequence[int] = (), seed: int = 0, name: str = "",
-        trace: Any = None, progress: bool = False) -> Report:
+        timeline: Any = None, progress: bool = False,
+        trace: Any = None) -> Report:
     """Train a network on random data, on several lists of devices in turn.
 
     Each (backend, devices) is a contender. They take turns, `steps` steps
@@ -137,10 +138,12 @@ def run(model: str | Callable[[], Any] = "lenet",
         Seed of the data and of the initial weights.
     name : str
         What the report calls a `model` that is a function.
-    trace : file, optional
+    timeline : file, optional
         Write the spans of all contenders (`Profile.chrome_trace`).
     progress : bool
         Draw a bar (tqdm; without the package there is none).
+    trace : file, optional
+        The former name of `timeline`, for one version.
 
     Returns
     -------
@@ -208,8 +211,9 @@ def run(model: str | Callable[[], Any] = "lenet",
                                        len(row["devices"]))
             row["error"] = row["predicted"]["seconds"] \
                 / statistics.median(row["seconds"]) - 1
-    if trace is not None:
-        profiling.write_chrome_trace(trace, profiles)
+    timeline = trace if timeline is None else timeline
+    if timeline is not None:
+        profiling.write_chrome_trace(timeline, profiles)
     return {
         "model": model if isinstance(model, str) else name or getattr(
             model, "__name__", repr(model)),

@@ -1,16 +1,15 @@
 """What `mgpu doctor` finds out: is this machine fit, and if not, why."""
 import importlib.metadata
-import json
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from mgpu import backends
 from mgpu.backends.base import Backend
-from mgpu.utils import environment
+from mgpu.utils import environment, files
 from mgpu.utils.environment import cpu_cores
 
 Findings = list[tuple[str, str]]        # (level, text)
@@ -55,7 +54,9 @@ def diagnose() -> dict[str, Any]:
     findings: Findings = []
     engines, rows = [], []
     known: dict[str, str | None] = {**versions()}
-    for name, entry in backends.ENTRIES.items():
+    # What cannot be installed on this Python comes last.
+    for name, entry in sorted(backends.ENTRIES.items(),
+                              key=lambda item: not item[1].has_wheels()):
         row: dict[str, Any] = {
             "name": name, "loads": False, "version": None, "gpus": None,
             "problem": None, "cure": None}
@@ -67,8 +68,8 @@ def diagnose() -> dict[str, Any]:
                 engines.append(engine)
                 findings += engine.doctor()
         except Exception as error:  # any: the report is about it
-            row.update(problem=_line(error.__cause__ or error),
-                       cure=entry.cure())
+            row.update(problem=_line(error.__cause__ or error), cure=_cure(
+                entry, error))
             known[name] = _installed(entry.framework)
     known.update(versions(engines))
     threads, problems = _variables()
@@ -90,6 +91,13 @@ def _line(error: BaseException) -> str:
         else f"{type(error).__name__}: {text}"
 
 
+def _cure(entry: backends.Entry, error: Exception) -> str:
+    if not isinstance(error, backends.BackendNotAvailable):
+        return "correct that setting"
+    return entry.cure() + (f"; for CPUs only: {entry.cpu_only}"
+                           if entry.cpu_only else "")
+
+
 def _installed(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -105,10 +113,14 @@ def _variables() -> tuple[int, Findings]:
             variable.read()
         except ValueError as error:
             found.append(("error", str(error)))
+    former = {v.former: v.name for v in environment.VARIABLES if v.former}
+    found += [("warning", f"{name} is called {former[name]} now. Set that.")
+              for name in former if name in os.environ]
     found += [("warning", f"{name} is set, and nothing reads it; mgpu knows "
                f"{', '.join(VARIABLES)}. Correct its name or unset it.")
               for name in sorted(os.environ)
-              if name.startswith("MGPU_") and name not in VARIABLES]
+              if name.startswith("MGPU_") and name not in VARIABLES
+              and name not in former]
     try:
         return environment.threads_per_device(), found
     except ValueError:
@@ -156,8 +168,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
             gpus = row["gpus"]
             yield f"{name}: loads, {gpus} GPU{'s' * (gpus != 1)}"
         else:
-            yield (f"{name}: does not load: {row['problem']}. What to do: "
-                   f"{row['cure']}")
+            yield (f"{name}: does not load: {row['problem'].rstrip('.')}. "
+                   f"What to do: {row['cure']}")
     yield (f"{found['cpu_cores']} CPU cores, {found['threads_per_device']} "
            "thread(s) per logical CPU device (MGPU_THREADS_PER_DEVICE); "
            "logical CPU devices are unlimited")
@@ -167,11 +179,10 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"{finding['level']}: {finding['text']}"
 
 
-def report(as_json: bool = False, say: Callable[[str], Any] = print) -> int:
-    """`mgpu doctor`: say what `diagnose` has found, and return the exit
-    status, 0 or 1. Needs nothing but NumPy."""
+def report(as_json: bool = False) -> int:
+    """`mgpu doctor` without click: print what `diagnose` has found, and
+    return the exit status, 0 or 1. Needs nothing but NumPy."""
     found = diagnose()
-    for line in [json.dumps(found, indent=1, allow_nan=False)] if as_json \
-            else lines(found):
-        say(line)
+    print(files.json_text(found).rstrip() if as_json
+          else "\n".join(lines(found)))
     return 0 if healthy(found) else 1

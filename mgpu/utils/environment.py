@@ -27,6 +27,8 @@ class Variable:
         What `parse` takes.
     default : object
         The value where the variable is unset or empty.
+    former : str
+        Its name in an older version, read where `name` is not set.
     """
 
     name: str
@@ -34,16 +36,18 @@ class Variable:
     parse: Callable[[str], Any] = str
     rule: str = "text"
     default: Any = None
+    former: str = ""
 
     def read(self) -> Any:
         """The value now, checked. Raises ValueError."""
-        text = os.environ.get(self.name)
-        if not text:
+        name = next(filter(os.environ.get, (self.name, self.former)), None)
+        if name is None:
             return self.default
+        text = os.environ[name]
         try:
             return self.parse(text)
         except ValueError:
-            raise ValueError(f"{self.name} must be {self.rule}; received "
+            raise ValueError(f"{name} must be {self.rule}; received "
                              f"{text!r}. Unset it, or set it so.") from None
 
     __call__ = read
@@ -53,6 +57,20 @@ def flag(name: str) -> bool:
     """Whether the variable `name` is ``1`` now. Unset, empty and ``0`` mean
     no; ValueError for any other value."""
     return bool(_switch(name, "")())
+
+
+def _one_of(*values: str) -> Callable[[str], str]:
+    return lambda text: values[values.index(text)]
+
+
+def _all_of(*values: str) -> Callable[[str], list[str]]:
+    return lambda text: list(map(_one_of(*values), text.split(",")))
+
+
+def _folder(text: str) -> str:
+    if not os.path.isdir(text):
+        raise ValueError
+    return text
 
 
 def _switch(name: str, meaning: str, default: bool = False) -> Variable:
@@ -75,7 +93,7 @@ backend = Variable(
     "one that is installed, MXNet where both are.")
 data_folder = Variable(
     "MGPU_DATA", "The folder with the IDX files of Fashion-MNIST. Without "
-    "it: a folder in the user's cache.")
+    "it: a folder in the user's cache.", _folder, "an existing folder")
 threads_per_device = _number(
     "MGPU_THREADS_PER_DEVICE", "CPU cores of each of several logical CPU "
     "devices on torch. Without it: 1, as on MXNet.",
@@ -94,18 +112,20 @@ keep_memory = _switch(
     "MGPU_KEEP_MEMORY", "`0`: leave the C library's allocator as it is. "
     "Without it: a process that has loaded a backend keeps the memory that "
     "it frees, until a training ends.", True)
-engine = Variable(
-    "MGPU_ENGINE", "What adds up gradients over processes: `torch` or "
-    "`kvstore`. Without it: `torch`.")
+comm = Variable(
+    "MGPU_COMM", "The communication backend, which adds gradients over "
+    "processes: `gloo` or `kvstore`. Without it: `gloo`.", _one_of(
+        "gloo", "kvstore", "torch"), "gloo or kvstore", former="MGPU_ENGINE")
 timeout = _number(
     "MGPU_TIMEOUT", "Seconds that a process may be silent, in a script that "
     "does not say. Without it: 300.", float, "a number above 0")
 
 VARIABLES = (
     backend, data_folder, threads_per_device, logical_gpus, strict_devices,
-    debug, keep_memory, engine, timeout, Variable(
+    debug, keep_memory, comm, timeout, Variable(
         "MGPU_TEST_BACKENDS", "The backends that mgpu's own tests run on, "
-        "with commas between them. Without it: both."))
+        "with commas between them. Without it: both.", _all_of(
+            "mxnet", "torch"), "mxnet, torch or mxnet,torch"))
 
 
 def table() -> str:

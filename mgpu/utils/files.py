@@ -126,12 +126,17 @@ def replacing(file: Any) -> Iterator[Any]:
         yield part
 
 
+def json_text(data: Any) -> str:
+    """`data` as JSON, with a line end. A NaN, which JSON does not know, is an
+    error (ValueError)."""
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+
 def write_json(file: Any, data: Any) -> None:
-    """Write `data` as JSON, whole or not at all. A NaN, which JSON does not
-    know, is an error (ValueError)."""
-    text = json.dumps(data, indent=1, allow_nan=False)
+    """Write `json_text`, whole or not at all."""
+    text = json_text(data)
     with replacing(file) as part:
-        part.write(text + "\n")
+        part.write(text)
 
 
 def write_arrays(file: FilePath, header: Mapping[str, Any],

@@ -1,4 +1,4 @@
-"""All cases: ``python -m studies.faults [N] [--backend B] [--engine E]
+"""All cases: ``python -m studies.faults [N] [--backend B] [--comm C]
 [--row R] [--restarts FILE] [--write]``; see scripts/faults.sh.
 
 Runs each case N times (default 1), a kill at another step each time, and
@@ -75,7 +75,7 @@ def main():
     parser = argparse.ArgumentParser(prog="faults")
     parser.add_argument("runs", nargs="?", type=int, default=1)
     parser.add_argument("--backend", action="append")
-    parser.add_argument("--engine", default="torch")
+    parser.add_argument("--comm", default="gloo")
     parser.add_argument("--row", action="append", type=int)
     parser.add_argument("--restarts", type=Path)
     parser.add_argument("--write", action="store_true")
@@ -114,12 +114,12 @@ def everything(given, backend, folder, rows):
             if case.work == "train":
                 if key not in references:
                     references[key] = reference(
-                        backend, *key, given.engine, folder / f"{key}")
+                        backend, *key, given.comm, folder / f"{key}")
                 expected = references[key]
             case = moved(case, number)
-            if given.engine == "kvstore" and case.size > 2:
+            if given.comm == "kvstore" and case.size > 2:
                 case = replace(case, right=False)   # adds as parts arrive
-            outcome = driver.run(case, backend, given.engine, place,
+            outcome = driver.run(case, backend, given.comm, place,
                                  hosts.PROGRAM)
             found = driver.problems(case, outcome, expected, late=True)
             report(rows, case.row, f"{backend}, {case.name}", found,
@@ -166,7 +166,7 @@ def page(rows, backends, given):
             f"{x['worst seconds']:.1f} |" for x in restarted)
         or "| 6, 8 | not run | | | | | |", runs=given.runs,
         backends=" and ".join(backends),
-        engine=given.engine, cores=len(os.sched_getaffinity(0)),
+        comm=given.comm, cores=len(os.sched_getaffinity(0)),
         python=platform.python_version(), versions=versions,
         hosts=" and ".join(sorted(rows[9].notes)) or "not run",
         wrong="Everything was as promised." if not wrong else

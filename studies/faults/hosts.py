@@ -82,7 +82,7 @@ class Hosts:
 
 def plan(backend, folder, **more):
     return {**driver.PLAN, "faults": [], "work": "train", "backend": backend,
-            "engine": "torch", "folder": str(folder), "steps": STEPS,
+            "comm": "gloo", "folder": str(folder), "steps": STEPS,
             "pause": 0.15, "batch_norm": False,
             "keep": str(folder), **more}
 

@@ -1,6 +1,6 @@
 """Rows 6 and 8, many times: ``python -m studies.faults.restarts [N]`` runs
 each job of tests/faults/restarts.py N times (default 20) and prints a line of
-JSON for each combination of a backend and a backend, which ``python -m
+JSON for each backend and communication backend, which ``python -m
 studies.faults --restarts FILE`` puts into its page.
 """
 import json
@@ -15,7 +15,7 @@ import numpy as np
 
 from faults.restarts import killed, without_roles
 
-COMBINATIONS = (("torch", "torch"), ("mxnet", "torch"), ("mxnet", "kvstore"))
+COMBINATIONS = (("torch", "gloo"), ("mxnet", "gloo"), ("mxnet", "kvstore"))
 
 
 def main(runs=20):

@@ -12,7 +12,7 @@ steps, world = int(sys.argv[2]), mgpu.distributed.init()
 how = dict(enumerate(sys.argv[1].split(","))).get(world.restarts)
 print(f"rank {world.rank} of {world.size}", sys.argv[3:],
       *(os.environ.get(name) for name in (
-          "MGPU_BACKEND", "MGPU_ENGINE", "MGPU_TIMEOUT", "OMP_NUM_THREADS")))
+          "MGPU_BACKEND", "MGPU_COMM", "MGPU_TIMEOUT", "OMP_NUM_THREADS")))
 for step in range(steps):
     world.gather("step", step)
     if step == 2 and world.rank == 1:

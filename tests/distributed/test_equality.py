@@ -75,7 +75,7 @@ def server(tmp_path_factory):
         pytest.skip("about MXNet's KVStore")
     folder = tmp_path_factory.mktemp("server")
     jobs.start(folder, 2, PROGRAM, "mxnet", "2,2", folder, "float32",
-               *SUMS, MGPU_ENGINE="kvstore").said(600)
+               *SUMS, MGPU_COMM="kvstore").said(600)
     return folder
 
 

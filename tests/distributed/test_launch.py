@@ -52,11 +52,11 @@ def run(folder, *arguments, options=("-n", 2), python=None, **more):
 def test_a_job_that_ends_well(tmp_path):
     own = ["a $b $$c ${local_rank}", "--n", "-n"]
     done, said = run(tmp_path, "ends well", 3, *own, options=(
-        "-n", 2, "--backend", "gluon", "--engine", "torch", "--timeout", 40),
+        "-n", 2, "--backend", "gluon", "--comm", "gloo", "--timeout", 40),
         python=sys.executable, OMP_NUM_THREADS="3")
     assert done.returncode == 0, done.stderr
     # Only rank 0 is shown; it has the arguments as they were.
-    assert done.stdout == f"rank 0 of 2 {own} mxnet torch 40 3\nthe end\n"
+    assert done.stdout == f"rank 0 of 2 {own} mxnet gloo 40 3\nthe end\n"
     assert len(said) == 1 and re.match("starts 2 processes", said[0])
     assert not list(tmp_path.iterdir())
 
@@ -146,7 +146,7 @@ def test_two_machines_with_different_numbers_of_processes(tmp_path):
     for n in (1, 2):
         (tmp_path / str(n)).mkdir()
         started.append(subprocess.Popen(
-            [*command("-n", n, "--nnodes", 2, "--rdzv", address,
+            [*command("-n", n, "--nnodes", 2, "--rdzv-endpoint", address,
                       "--max-restarts", 1, python=forked.python()),
              "killed", "5"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -182,7 +182,7 @@ def test_the_machine_with_the_store_leaves_last(monkeypatch, others_leave):
 
 def test_a_machine_that_does_not_come(tmp_path):
     done, said = run(tmp_path, "ends well", 3, options=(
-        "--nnodes", 2, "--rdzv", f"127.0.0.1:{jobs.free_port()}",
+        "--nnodes", 2, "--rdzv-endpoint", f"127.0.0.1:{jobs.free_port()}",
         "--start-timeout", 2))
     assert done.returncode == 1
     assert said[1].startswith("2 machines meet at 127.0.0.1:") \
@@ -206,15 +206,15 @@ def test_a_question_without_an_answer_is_known_at_the_end(monkeypatch):
     from mgpu.distributed import _gloo
     for answered in (True, False):
         monkeypatch.setattr(_gloo, "_ANSWER", 0.1)
-        engine, free = object.__new__(_gloo.Gloo), threading.Event()
-        engine._asking, engine.pending = None, False
-        engine._serves = False
-        assert engine._ask(lambda: free.wait(20), "none") == "none"
+        comm, free = object.__new__(_gloo.Gloo), threading.Event()
+        comm._asking, comm.pending = None, False
+        comm._serves = False
+        assert comm._ask(lambda: free.wait(20), "none") == "none"
         if answered:
             free.set()
             monkeypatch.setattr(_gloo, "_ANSWER", 60)
-        engine.close(True)
-        assert engine.pending is not answered
+        comm.close(True)
+        assert comm.pending is not answered
         free.set()
 
 
@@ -252,10 +252,11 @@ def test_the_example_ends_with_the_weights_of_one_process(tmp_path):
 
 @pytest.mark.parametrize("arguments, words", [
     (["nothing.py"], "nothing.py"),
-    (["-n", "0", "x.py"], "--processes"),
-    (["--nnodes", "2", str(PROGRAM)], "--rdzv"),
-    (["--rdzv", "here", str(PROGRAM)], "HOST:PORT"),
-    (["--engine", "mpi", str(PROGRAM)], "--engine"),
+    (["-n", "0", "x.py"], "--nproc-per-node"),
+    (["--nnodes", "2", str(PROGRAM)], "without --rdzv-endpoint. Give"),
+    (["--rdzv-endpoint", "here", str(PROGRAM)],
+     "--rdzv-endpoint must be HOST:PORT"),
+    (["--comm", "mpi", str(PROGRAM)], "--comm"),
     ([], "SCRIPT")])
 def test_a_wrong_argument_is_one_line(arguments, words):
     result = CliRunner().invoke(cli.cli, ["launch", *arguments])

@@ -112,12 +112,12 @@ def read(folder, name, size):
         for rank in range(size)]
 
 
-def run(case, backend, engine, folder, program=PROGRAM, patience=PATIENCE):
+def run(case, backend, comm, folder, program=PROGRAM, patience=PATIENCE):
     """Start the job of `case`, and watch it to its end."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     plan = {**PLAN, **case.options, "faults": case.faults, "work": case.work,
-            "backend": backend, "engine": engine, "folder": str(folder)}
+            "backend": backend, "comm": comm, "folder": str(folder)}
     port, processes, files = jobs.free_port(), {}, []
     with contextlib.ExitStack() as stack:
         begin = time.time()

@@ -29,7 +29,7 @@ class Rank:
         self.plan, self.rank = plan, int(os.environ.get("RANK", "0"))
         self.folder = Path(plan["folder"])
         # A KVStore adds up in no other.
-        self.dtype = "float32" if plan["engine"] == "kvstore" else "float64"
+        self.dtype = "float32" if plan["comm"] == "kvstore" else "float64"
         mgpu.set_backend(plan["backend"])
         self.backend = mgpu.get_backend()
         self.steps, self.replicas, self.trainers = [], None, []
@@ -162,7 +162,7 @@ def main(plan, kind=Rank):
     try:
         mgpu.distributed.init(timeout=plan["timeout"],
                               start_timeout=plan["start_timeout"],
-                              engine=plan["engine"])
+                              comm=plan["comm"])
         if plan["work"] == "train":
             told.make()
             told.write("begun", told.digest())

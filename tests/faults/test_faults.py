@@ -19,7 +19,7 @@ pytestmark = pytest.mark.faults
 def reference(tmp_path_factory):
     """The digests of a training of two processes without a fault."""
     pytest.importorskip("torch")
-    return cases.reference("torch", 2, 1, "torch",
+    return cases.reference("torch", 2, 1, "gloo",
                            tmp_path_factory.mktemp("reference"))
 
 
@@ -27,7 +27,7 @@ def reference(tmp_path_factory):
                          ids=lambda x: f"{x.row} {x.name}")
 def test_a_fault(case, reference, tmp_path):
     assert case.size == 2 or not case.faults
-    outcome = driver.run(case, "torch", "torch", tmp_path)
+    outcome = driver.run(case, "torch", "gloo", tmp_path)
     assert driver.problems(case, outcome, reference) == [], outcome.texts
 
 
@@ -173,7 +173,7 @@ def test_the_driver_sees_who_stays(tmp_path):
     program = tmp_path / "stays.py"
     program.write_text(STAYS)
     case = driver.Case(1, "stays", limit=1)
-    outcome = driver.run(case, "torch", "torch", tmp_path / "job", program,
+    outcome = driver.run(case, "torch", "gloo", tmp_path / "job", program,
                          patience=1)
     hung, left = driver.problems(case, outcome, None)
     assert hung == "hung: rank 0" and left.startswith("left behind: process")

@@ -58,7 +58,7 @@ def test_inspect_json_lists_every_array(tmp_path):
     file = tmp_path / "x.params"
     arrays = {"b": np.ones((2, 3), "float32"), "a": np.zeros(4, "float16")}
     gluon_io.save_params(file, arrays)
-    found = json.loads(command("inspect", file, "--json").output)
+    found = json.loads(command("inspect", file, "--format", "json").output)
     assert found["arrays"] == [
         {"name": name, "shape": list(x.shape), "dtype": x.dtype.name,
          "bytes": x.nbytes, "storage": "dense"} for name, x in arrays.items()]
@@ -208,7 +208,7 @@ def test_converted_files_train_as_gluons_network(ending, exported,
     """`convert --check` compares each format with MXNet in training steps."""
     page = tmp_path / "page.html"
     result = command("convert", *exported, "-o", tmp_path / f"x.{ending}",
-                     "--input", "5", "--check", "--report", page)
+                     "--input", "5", "--check", "-o", page)
     assert result.exit_code == 0, result.output
     assert "SAME (lock-step)" in result.output
     assert b"<html" in page.read_bytes()
@@ -331,7 +331,7 @@ def test_every_operator_of_the_stored_graphs_has_a_rule():
     (("-o", "x.params"), "no PARAMS"),
     (("p", "-o", "x.pt2"), "--input 3x224x224"),
     (("p", "-o", "x.params", "--check"), "--input 3x224x224"),
-    (("p", "-o", "x.params", "--report", "x.html"), "--report without"),
+    (("p", "-o", "x.params", "-o", "x.html"), "without --check"),
     (("p", "-o", "x.pt2", "--input", "3:text"), "16:int32"),
     (("-o", "x.py", "--input", "3", "--check"), "no PARAMS"),
     (("p", "-o", "x.params", "--plain"), "--plain is about source"),

@@ -106,7 +106,7 @@ def check_commands(stored):
     if stored.trace.exists():
         assert "SAME (lock-step)" in run(
             "convert", *stored.files, "-o", "other.py", "--trace",
-            stored.trace, "--report", "page.html")
+            stored.trace, "-o", "page.html")
         assert os.path.exists("page.html")
 
 

@@ -1,4 +1,4 @@
-"""`mgpu parity`, `mgpu trace` and `mgpu lint`."""
+"""`mgpu compare`, `mgpu trace` and `mgpu lint`."""
 import json
 import os
 import re
@@ -57,10 +57,9 @@ def refused(*arguments):
 # -- status 0 and 1 -----------------------------------------------------------
 
 def test_the_same_is_status_0(folder):
-    result = mgpu_command("parity", A, B, *SMALL, "--devices", "2",
+    result = mgpu_command("compare", A, B, *SMALL, "--devices", "2",
                           "--optimizer-params", "momentum=0.9", "--plan",
-                          "--details", "--report", "x.html", "--json",
-                          "x.json")
+                          "--details", "-o", "x.html", "-o", "x.json")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("SAME (lock-step)")
     assert "momentum=0.9" in "".join(result.stdout.split())
@@ -69,13 +68,13 @@ def test_the_same_is_status_0(folder):
     assert found["verdict"] == "same"
     assert found["sides"]["b"]["devices"] == ["cpu(0)", "cpu(1)"]
     page = (folder / "x.html").read_text()
-    assert "mgpu parity nets_" in page      # the command, to repeat it
-    assert result.stdout.splitlines()[-2:] == ["written: x.html",
-                                               "written: x.json"]
+    assert "mgpu compare nets_" in page      # the command, to repeat it
+    assert result.stdout.splitlines()[-2:] == ["written: x.json",
+                                               "written: x.html"]
 
 
 def test_a_difference_is_status_1():
-    result = mgpu_command("parity", A, B, *SMALL, *SLIP)
+    result = mgpu_command("compare", A, B, *SMALL, *SLIP)
     assert result.exit_code == 1, result.output
     assert result.stdout.startswith("DIFFERENT")
     words = " ".join(result.stdout.split())
@@ -89,9 +88,9 @@ def test_a_difference_is_status_1():
 def test_strict(folder):
     """Rounding hides a difference of 1e-12 in an epsilon of 1e-5."""
     for strict, code in (([], 0), (["--strict"], 1)):
-        result = mgpu_command("parity", A, B, *SMALL, *strict, "--kwargs-b",
+        result = mgpu_command("compare", A, B, *SMALL, *strict, "--kwargs-b",
                               '{"epsilon": 1.0000001e-5}', "--tolerance",
-                              "1e-6", "--json", "found.json")
+                              "1e-6", "-o", "found.json")
         assert result.exit_code == code, result.output
         assert "not reached by this data: layers '1' of a and '1' of b: " \
             "batch_norm with epsilon 1e-05 and" in " ".join(
@@ -110,7 +109,7 @@ port = torch(lambda nn: [nn.Linear(12, 4), nn.LeakyReLU(0.1)])
 
 if "mxnet" in BACKENDS:
     @pytest.mark.parametrize("command", [
-        ["parity", "leaky.py:original", "leaky.py:port", *SMALL],
+        ["compare", "leaky.py:original", "leaky.py:port", *SMALL],
         ["convert", "net-symbol.json", "net-0000.params", "-o", "net.py",
          "--plain", "--input", "12", "--check"]], ids=lambda x: x[0])
     def test_mxnets_float32(command, folder):
@@ -132,7 +131,7 @@ if "mxnet" in BACKENDS:
 def test_a_module_of_the_current_folder():
     name = A.partition(".")[0]
     try:
-        result = mgpu_command("parity", f"{name}:make", B, *SMALL)
+        result = mgpu_command("compare", f"{name}:make", B, *SMALL)
     finally:
         del sys.modules[name]
     assert result.exit_code == 0, result.output
@@ -146,14 +145,14 @@ def test_a_module_of_the_current_folder():
     ["--dtype", "float32", "--tolerance", "1e-4"], ["--weights", "b"],
     ["--loss", "kl-div"]], ids=lambda options: options[1])
 def test_options_reach_the_comparison(options):
-    result = mgpu_command("parity", A, B, *SMALL, *options)
+    result = mgpu_command("compare", A, B, *SMALL, *options)
     assert result.exit_code == 0, result.output
 
 
 def test_a_map_and_rules(folder):
     (folder / "map.json").write_text(json.dumps(
         {"0.weight": {"to": "0.weight"}, "rules": [["^x", "y"]]}))
-    result = mgpu_command("parity", A, B, *SMALL, "--map", "map.json")
+    result = mgpu_command("compare", A, B, *SMALL, "--map", "map.json")
     assert result.exit_code == 0, result.output
     assert "matched by given map" in result.stdout
 
@@ -171,19 +170,19 @@ def batches():
     rng = np.random.default_rng(0)
     return [(rng.random((4, 12)), rng.random((4, 3)))]
 ''')
-    result = mgpu_command("parity", A, B, "--steps", "1", "--data",
+    result = mgpu_command("compare", A, B, "--steps", "1", "--data",
                           "own.py:batches", "--loss", "own.py:Halved")
     assert result.exit_code == 0, result.output
 
 
 def test_invariance(folder):
-    result = mgpu_command("parity", A, "--invariance", *SMALL, "--devices",
-                          "1,2", "--batch-norm", "sync", "--json", "i.json")
+    result = mgpu_command("compare", A, "--invariance", *SMALL, "--devices",
+                          "1,2", "--batch-norm", "sync", "-o", "i.json")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("exact")
     assert json.loads((folder / "i.json").read_text())["devices"] == [1, 2]
     # each device's own statistics: another training
-    assert mgpu_command("parity", A, "--invariance", *SMALL, "--devices",
+    assert mgpu_command("compare", A, "--invariance", *SMALL, "--devices",
                         "1,2").exit_code == 1
 
 
@@ -192,11 +191,11 @@ def test_a_trace(folder):
                           "--keep", "2")
     assert result.exit_code == 0, result.output
     assert "2 steps, kept: 2" in result.stdout
-    result = mgpu_command("parity", "run.trace", B, "--report", "t.html")
+    result = mgpu_command("compare", "run.trace", B, "-o", "t.html")
     assert result.exit_code == 0, result.output
-    assert mgpu_command("parity", "run.trace", B, *SLIP).exit_code == 1
+    assert mgpu_command("compare", "run.trace", B, *SLIP).exit_code == 1
     assert "says itself what was done; received --input, --steps" in refused(
-        "parity", "run.trace", B, "--input", "12", "--steps", "2")
+        "compare", "run.trace", B, "--input", "12", "--steps", "2")
 
 
 if "mxnet" in BACKENDS:
@@ -232,8 +231,9 @@ if "mxnet" in BACKENDS:
     ([A, B, "--optimizer", "sdg"], "sdg"),
     ([A, B, "--optimizer-params", "momentum"], "NAME=VALUE"),
     ([A, B, "--data", "nowhere"], "unknown data set"),
-    ([A, B, "--report", "no/folder/x.html"], "the folder of --report"),
-    ([A, B, "--report", "x.pdf"], "x.pdf"),
+    ([A, B, "-o", "no/folder/x.html"], "the folder of --output"),
+    ([A, B, "-o", "x.pdf"], "x.pdf"),
+    ([A, "--invariance", "-o", "x.html"], "has no page"),
     ([A], "two networks are compared"),
     ([A, B], "needs --input and --classes"),
     ([A, B, "--invariance"], "two networks are compared"),
@@ -244,13 +244,13 @@ if "mxnet" in BACKENDS:
 def test_what_cannot_be_compared_is_status_2(arguments, words, folder):
     before = sorted(os.listdir(folder))
     options = [] if arguments == [A, B] else SMALL
-    assert words in refused("parity", *options, *arguments)
+    assert words in refused("compare", *options, *arguments)
     assert sorted(p for p in os.listdir(folder) if p != "__pycache__") \
         == before, "nothing is written"
 
 
 def test_parameters_that_do_not_match_are_listed():
-    result = mgpu_command("parity", A, B, *SMALL, "--kwargs-b",
+    result = mgpu_command("compare", A, B, *SMALL, "--kwargs-b",
                           '{"units": 4}')
     assert result.exit_code == 2, result.output
     first, *rest, last = result.stderr.splitlines()
@@ -260,7 +260,7 @@ def test_parameters_that_do_not_match_are_listed():
         "(4, 12)" in rest
     assert any(line.startswith("  left in b: 0.weight") for line in rest)
     assert len(rest) < 14
-    traced = mgpu_command("parity", A, B, *SMALL, "--kwargs-b",
+    traced = mgpu_command("compare", A, B, *SMALL, "--kwargs-b",
                           '{"units": 4}', "--traceback")
     assert traced.exit_code == 2
     assert "Traceback (most recent call last)" in traced.stderr
@@ -272,8 +272,8 @@ def test_an_engine_that_is_missing_matters_where_it_is_needed(folder):
         patch.setitem(registry.ENTRIES, "absent", registry.Entry(
             "mgpu.backends._absent", "json",    # a package that is there
             "pip install 'mgpu[absent]'"))
-        assert mgpu_command("parity", A, B, *SMALL).exit_code == 0
-        line = refused("parity", A, "needs.py:make", *SMALL)
+        assert mgpu_command("compare", A, B, *SMALL).exit_code == 0
+        line = refused("compare", A, "needs.py:make", *SMALL)
     assert "absent_framework" in line and "mgpu[absent]" in line
 
 

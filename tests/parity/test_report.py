@@ -136,13 +136,13 @@ def check_page(text):
 
 def test_the_page_of_a_difference(different, tmp_path):
     file = tmp_path / "x.html"
-    report.write_html(different, file, command="mgpu parity a:a b:b")
+    report.write_html(different, file, command="mgpu compare a:a b:b")
     page = check_page(file.read_text(encoding="utf-8"))
     words, first = page.text, different.first
     assert words.index("Different") < words.index("First difference")
     for value in (f"{first.a:.17g}", f"{first.b:.17g}",
                   f"{first.absolute:.3e}", str(list(first.index)),
-                  "1e-05 in a, 0.001 in b", "mgpu parity a:a b:b",
+                  "1e-05 in a, 0.001 in b", "mgpu compare a:a b:b",
                   mgpu.__version__, np.__version__, "cpu(0), cpu(1)",
                   "tolerance 1e-10"):
         assert value in words, value

@@ -117,7 +117,8 @@ def _trainings(chapter: str, names: list[str], output: Path, *,
                      for end in ("json", "png"))
     files.write_json(str(table), {"chapter": chapter, "runs": runs,
                                   "versions": doctor.versions(names)})
-    reproduce.show_trainings(chapter, runs, str(figure))
+    reproduce.show_trainings(runs)
+    reproduce.draw_trainings(chapter, runs, str(figure))
     click.echo(f"figure: {figure}; numbers: {table}")
     return runs
 

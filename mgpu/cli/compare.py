@@ -1,4 +1,4 @@
-"""`mgpu parity`, `mgpu trace` and `mgpu lint`.
+"""`mgpu compare`, `mgpu trace` and `mgpu lint`.
 
 The exit status of a verdict: `mgpu.cli.errors.STATUS`. `mgpu lint` exits with
 1 if it lists anything, else with 0. What could not be compared exits with 2,
@@ -23,6 +23,7 @@ from mgpu.cli.errors import Command, Group, exit_status
 from mgpu.cli.options import Parsed
 from mgpu.gluon_io.script import ScriptLine, lint_script
 from mgpu.training.progress import ProgressBar
+from mgpu.utils import files
 
 if TYPE_CHECKING:
     from mgpu import parity as api
@@ -47,7 +48,7 @@ def _ready() -> Iterator[Callable[[int, int], None]]:
         yield bar.reach
 
 
-# -- mgpu parity --------------------------------------------------------------
+# -- mgpu compare -------------------------------------------------------------
 
 @click.command(cls=Command)
 @click.argument("a", metavar="MODULE:FACTORY|TRACE")
@@ -82,16 +83,15 @@ def _ready() -> Iterator[Callable[[int, int], None]]:
         "scalers and averages of the weights.")
 @option("--step-b", metavar="MODULE:FUNCTION",
         help="The same for b.")
-@shared.output("--report", "Write a page for the browser, .html.")
-@shared.output("--json", "Write all differences to this file.")
+@shared.outputs("json", "page")
 @option("--details", is_flag=True, help="Also print the sides, the largest "
         "difference of each stage, all causes and all notes.")
 @option("--plan", is_flag=True,
         help="Also print which parameter was matched with which.")
 @click.pass_context
-def parity(ctx: click.Context, a: str, b: str | None, *,
-           report_file: str | None, json_file: str | None, details: bool,
-           plan: bool, invariance: bool, **options: Any) -> None:
+def compare(ctx: click.Context, a: str, b: str | None, *,
+            outputs: shared.Outputs, details: bool, plan: bool,
+            invariance: bool, **options: Any) -> None:
     """Compare how two networks train.
 
     Before each step both get the same state. They are of MXNet/Gluon, of
@@ -104,30 +104,27 @@ def parity(ctx: click.Context, a: str, b: str | None, *,
     for MXNet's float32, or for named formulas); 2, they could not be
     compared, or nothing was on trial.
     """
-    shared.check_folders(report=report_file, json=json_file)
     if (b is None) is not invariance:
         raise ValueError(
             "two networks are compared, or with --invariance one; received "
             f"{a}{'' if b is None else ' and ' + b}. Write MODULE:FACTORY "
             f"{'once' if invariance else 'twice'}.")
-    if report_file is not None:
+    if outputs.page is not None:
         if invariance:
-            raise ValueError("--invariance has no page; received --report. "
-                             "Use --json.")
-        report.check_page(report_file)
-    compare = _invariance if invariance else _compare \
+            raise ValueError("--invariance has no page; received --output "
+                             f"{outputs.page!r}. Name a file *.json.")
+        report.check_page(outputs.page)
+    run = _invariance if invariance else _compare \
         if ":" in a and not os.path.isfile(a) else _compare_trace
     with _ready() as progress:
-        found = compare(a, b, shared.given(ctx), options, progress)
-    if invariance:
-        click.echo(str(found))
-    else:
-        report.print_result(found, Console(), details=details, plan=plan)
-    if report_file is not None:
-        report.write_html(found, report_file, command=ctx.meta["mgpu.command"])
-    if json_file is not None:
-        report.write_json(found, json_file)
-    shared.say_written(report_file, json_file)
+        found = run(a, b, shared.given(ctx), options, progress)
+    outputs.show(report.json_data(found), lambda: click.echo(str(found))
+                 if invariance else report.print_result(
+                     found, Console(), details=details, plan=plan))
+    if outputs.page is not None:
+        report.write_html(found, outputs.page,
+                          command=ctx.meta["mgpu.command"])
+    outputs.say_written()
     ctx.exit(exit_status(
         found, allow_mxnet_float32=options["allow_mxnet_float32"],
         allow_formulas=options["allow_formulas"]))
@@ -219,7 +216,7 @@ def _invariance(a: str, b: Any, given: set[str], options: dict[str, Any],
 def trace() -> None:
     """Keep one side of a comparison in a file.
 
-    Compare with it later, or on another machine, by `mgpu parity FILE
+    Compare with it later, or on another machine, by `mgpu compare FILE
     MODULE:FACTORY`."""
 
 
@@ -236,7 +233,7 @@ def trace() -> None:
 def record(net: str, file: str, kwargs: dict[str, Any],
            keep: list[int] | None, devices: Any, **options: Any) -> None:
     """Train a network and keep what its steps show."""
-    shared.check_folders(output=file)
+    files.check_folder(file, "--output")
     with _ready() as progress:
         done = api.record(
             find.factory(net, kwargs), file=file, keep=keep, devices=devices,
