@@ -25,12 +25,14 @@ from mgpu.gluon_io import script
 from mgpu.utils import environment
 
 ROOT = Path(__file__).resolve().parent.parent
-GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
+GUIDE = [*sorted((ROOT / "docs" / "getting-started").glob("*.md")),
+         *sorted((ROOT / "docs" / "guide").glob("*.md")),
+         ROOT / "docs" / "limitations.md"]
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *GUIDE]
 BLOCK = re.compile(r"(?:^<!-- (?:not run: ([^\n]+)|(numbers vary)) -->\n)?"
                    r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: blocks that cannot run in a test (a GPU, a download, minutes)
-MOST_NOT_RUN = 6
+MOST_NOT_RUN = 8
 
 
 class Block(NamedTuple):

@@ -25,7 +25,7 @@ class Line(NamedTuple):
     topic : str
         What it is about, unique.
     gluon, mgpu, torch : str
-        The line in Gluon, in mgpu on either engine, in plain PyTorch, in
+        The line in Gluon, in mgpu on either backend, in plain PyTorch, in
         Markdown. The first code of `gluon` is the pattern.
     names : tuple of str
         What a script calls it: full names (``mxnet.gluon.Trainer``; one that
@@ -176,7 +176,7 @@ LINES = (
          "`torch.export.save(torch.export.export(net, (X,)), file)`",
          (".export",)),
     Line("save the optimizer", "`trainer.save_states(file)`",
-         "`trainer.save_states(file)`, the same file for both engines",
+         "`trainer.save_states(file)`, the same file for both backends",
          "`torch.save(optimizer.state_dict(), file)`", (".save_states",)),
     Line("the optimizer from a file", "`trainer.load_states(file)`",
          "`trainer.load_states(file)`, for files of mgpu",
@@ -212,7 +212,7 @@ class ScriptLine(NamedTuple):
 
 def table() -> str:
     """`LINES` in Markdown."""
-    rows = ["| | Gluon | mgpu, either engine | plain PyTorch |",
+    rows = ["| | Gluon | mgpu, either backend | plain PyTorch |",
             "|---|---|---|---|"]
     rows += [f"| {' | '.join(line[:4])} |".replace("|  |", "| |")
              for line in LINES]
