@@ -205,3 +205,19 @@ def test_links_lead_somewhere():
     pages = [*PAGES[:2], *sorted((ROOT / "docs").rglob("*.md"))]
     assert [link for page in pages for link in broken_links(page)] == []
 
+
+def test_results_of_studies_are_summaries():
+    """The commands on these pages write the rest, into out/."""
+    for name in ("conversion", "sources", "internals/twins",
+                 "internals/departures"):
+        text = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+        assert len(text.splitlines()) <= 60
+        assert "python -m studies." in text
+
+
+def test_the_search_loads_nothing_from_the_network():
+    """The offline plugin takes a script from unpkg.com where none is named."""
+    text = (ROOT / "mkdocs.yml").read_text("utf-8")
+    assert "  - offline" in text
+    script, = re.findall(r"^  polyfills: \[(.*iframe-worker.*)\]", text, re.M)
+    assert (ROOT / "docs" / script).is_file()
