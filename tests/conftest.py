@@ -20,6 +20,7 @@ about what the mode refuses says so: ``@pytest.mark.crosses_devices(reason)``.
 """
 import collections
 import contextlib
+import functools
 import gc
 import importlib.util
 import operator
@@ -43,6 +44,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Several processes share the cores: OpenMP's threads, which wait busily for
 # work, would take them from each other. Read when a backend is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# torch's compiler would compile a program for each set of vector instructions
+# that this processor has, to see that it runs.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # Before tests import them: their assertions then show the values.
 pytest.register_assert_rewrite("helpers", "nets", "steps", "threeway")
@@ -155,8 +160,8 @@ _SLOW = ("mutants", "distributed", "faults", "test_docs", "test_examples",
          "test_packaging", "gluon_io/test_networks", "test_migration",
          "test_no_hang", "test_old_files")
 #: others with few tests that take long
-_LONG = (*_SLOW, "oracle", "gluon_io/test_resuming", "generated",
-         "test_backends", "test_cli", "test_metrics")
+_LONG = (*_SLOW, "test_options", "oracle", "gluon_io/test_resuming",
+         "generated", "test_backends", "test_cli", "test_metrics")
 
 
 @pytest.hookimpl(tryfirst=True)     # before -m selects by marker
@@ -170,9 +175,12 @@ def pytest_collection_modifyitems(config, items):
     _longest_first(items)
 
 
+_relative = functools.cache(os.path.relpath)
+
+
 def _place(item):
     """(file below tests/, name of the test function)"""
-    return (os.path.relpath(item.path, TESTS),
+    return (_relative(item.path, TESTS),
             item.nodeid.partition("::")[2].partition("[")[0])
 
 

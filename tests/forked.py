@@ -131,6 +131,8 @@ def _serve(place, *backends):
     from mgpu.distributed import launch, world  # noqa: F401
     loaded = [importlib.import_module(ENTRIES[name].module)
               for name in sorted(backends)]
+    if "torch" in backends:     # what a first step of torch imports
+        import torch._dynamo  # noqa: F401
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"{place}/socket")
     listener.listen(99)

@@ -4,7 +4,6 @@ Float64 throughout, so that two ways to compute the same sum agree to about
 1e-15 and a limit of 1e-12 leaves no room for another formula: a momentum of
 0.9 instead of float32(0.9) is off by 2e-8, an unbiased variance by 1 / n.
 """
-import warnings
 
 import numpy as np
 import pytest
@@ -240,38 +239,6 @@ def test_a_single_value_is_normalized_to_beta(engine, devices, policy):
             for output in pass_through(replicas, images(
                     rows, seed=seed)[:, :, :1, :1]):
                 assert output is None or (output == value).all()
-
-
-# -- average ------------------------------------------------------------------
-
-@pytest.mark.parametrize("rows", [7, 2])
-def test_average_is_the_plain_mean_after_each_step(engine, devices, rows):
-    """Of the means and of the variances, over all devices: also one without
-    rows, which contributes what the first one has."""
-    k = len(devices)
-    replicas = initialize(convnet(engine), devices, "average")
-    apart = initialize(convnet(engine), devices, "per_device")
-    trainers = [mgpu.Trainer(r, "sgd", {"learning_rate": 0.0})
-                for r in (replicas, apart)]
-    X, y = images(rows), labels(rows)
-    means = {name: [value[0]] * k
-             for name, value in statistics(apart).items()}
-    for _ in range(2):
-        for p in apart.statistics():    # where the last step has left them
-            p.set_data(means[p.name][0])
-        for r, trainer in zip((apart, replicas), trainers[::-1]):
-            run(r, trainer, X, y)
-        each, found = statistics(apart), statistics(replicas)
-        for name, values in each.items():
-            if k > 1:
-                assert (values[0] != values[1]).any()
-            means[name] = [np.mean(values, axis=0)] * k
-            for value in found[name]:
-                assert_bit_equal(value, found[name][0])
-                assert relative_difference(value, means[name][0]) < 1e-12
-    with warnings.catch_warnings():     # nothing is lost in an export
-        warnings.simplefilter("error")
-        replicas.export_numpy()
 
 
 # -- sync ---------------------------------------------------------------------

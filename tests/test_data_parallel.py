@@ -658,6 +658,28 @@ def test_second_derivatives_in_gluon(backend, devices):
 
 
 @ON_MXNET
+def test_writes_to_a_block(backend, devices):
+    """Written values, freezing, and gradients that add up."""
+    def script(wrap):
+        net = wrap(gluon_net())
+        first, second, *_ = every = [*net.collect_params().values()]
+        found = gluon_loop(net, sizes=[7])
+        first.grad_req = "null"
+        second.set_data(second.data() * 2)
+        found += gluon_loop(net, sizes=[3])
+        first.grad_req = "write"
+        first.data()[:] = 0.1
+        found += gluon_loop(net, sizes=[8])
+        for p in every:
+            p.grad_req = "add"
+        found += gluon_loop(net, sizes=[7, 1])
+        for p in every:
+            p.zero_grad()
+        return found + gluon_loop(net, sizes=[8])
+    same(script, devices)
+
+
+@ON_MXNET
 def test_files_of_a_block(backend, devices, tmp_path):
     net = gluon_net()
     parallel = mgpu.DataParallel(net, devices)
@@ -665,8 +687,12 @@ def test_files_of_a_block(backend, devices, tmp_path):
     parallel.save_parameters(str(tmp_path / "saved"))
     other = gluon_net()
     other.load_parameters(str(tmp_path / "saved"))
-    for x, p in zip(before, other.collect_params().values(), strict=True):
-        assert (p.data().asnumpy().ravel() == x).all()
+    for one in (other, copy.deepcopy(net)):
+        for x, p in zip(before, one.collect_params().values(), strict=True):
+            p = pickle.loads(pickle.dumps(p))
+            assert (p.data().asnumpy().ravel() == x).all()
+    assert "set_data" not in vars(net.a.weight)
+    assert net.a.weight.list_ctx() == [mgpu.get_backend().handle(mgpu.cpu(0))]
     assert parallel.a is net.a and parallel.module is net
 
 

@@ -441,10 +441,10 @@ def test_a_state_of_a_batch_of_another_size_is_refused(engine, devices):
     assert tuple(net.h.shape) == (8, 4)
 
 
-@on_torch
-def test_the_last_device_alone_has_what_passes_kept(engine):
+@pytest.mark.parametrize("how", ["number", "array"])
+def test_the_last_device_alone_has_what_passes_kept(engine, how):
     """It counts a pass; the first device, alone, then counts on."""
-    plain_net, net = (counting("number", engine) for _ in range(2))
+    plain_net, net = (counting(how, engine) for _ in range(2))
     replicas, _ = replicated(net, on(0, 1))
     for X, _ in batches(1, 4) * 3:
         for i in (1, 0, 1):

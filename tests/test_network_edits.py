@@ -222,6 +222,30 @@ def test_statistics_follow_where_the_user_wrote_the_networks(
             assert_bit_equal(mgpu.to_numpy(x), new.numpy())
 
 
+@on_torch
+def test_a_frozen_bias_in_one_of_two_recurrent_layers(engine, devices):
+    """Each has a list of its weights, which is made anew for a device."""
+    import torch
+
+    class Net(torch.nn.Sequential):
+        def forward(self, x):
+            for layer in self:
+                x = layer(x)[0]
+            return x
+
+    def make(frozen):
+        torch.manual_seed(1)
+        net = Net(*(torch.nn.GRU(6, 6, batch_first=True) for _ in range(4)))
+        net[frozen].bias_ih_l0.requires_grad_(False)
+        return net.double()
+    x = torch.from_numpy(rows(12, dtype="float64").reshape(6, 2, 6))
+    for frozen in range(3):
+        expected = make(frozen)(x).detach().numpy()
+        replicas = mgpu.initialize(make(frozen), devices)
+        for one in replicas:
+            assert relative_difference(mgpu.to_numpy(one(x)), expected) < 1e-14
+
+
 def with_buffer(engine, updated):
     """A dense layer whose forward sets a buffer to ``updated(buffer, x)``."""
     if engine.name == "torch":

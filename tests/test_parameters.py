@@ -201,6 +201,7 @@ def with_weight_elsewhere(engine):
     # Gluon's cells do not take the arrays of mx.np.
     if (name, make) != ("mxnet-np", with_cell)])
 @pytest.mark.parametrize("when", ["before", "between", "by mgpu"])
+@pytest.mark.device_counts(1, 3)
 def test_a_bias_learns_while_its_weight_is_frozen(name, devices, make, when):
     """In float32 as in float64. (Gluon's own Dense layer in float32 leaves
     the gradient of such a bias as it is: the oneDNN kernel computes it only

@@ -78,7 +78,7 @@ def test_shards_are_those_of_gluon(engine, devices):
         import mxnet as mx
         gluon = mx.gluon.utils.split_and_load
         handles = [engine.handle(d) for d in devices]
-    for axis, n in itertools.product((0, 1), (*range(1, 10), 38)):
+    for axis, n in itertools.product((0, 1, -1), (*range(1, 10), 38)):
         x, even_split = rows_along(n, axis), n % k == 0
         native = engine.put(x, cpu(0))
         for data in (x, native):

@@ -14,9 +14,9 @@ import mgpu
 from conftest import BACKENDS
 from helpers import (ENGINES, assert_bit_equal, convnet, foreign_array, mlp,
                      on, relative_difference, using_engine)
-from steps import (DYADIC, LOSS, ROWS, assert_close, assert_replicas_equal,
+from steps import (LOSS, ROWS, assert_close, assert_replicas_equal,
                    assert_unchanged, backward, batch, gradients, initialize,
-                   sgd, train, train_natively, trained_by_gluon, values)
+                   sgd, train, train_natively, values)
 from mgpu.collectives import host_memory
 
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
@@ -79,36 +79,6 @@ def test_blocks_of_a_weight_are_the_whole(backend, semantics, monkeypatch):
         # now and then, and MXNet's compiled expressions round in another
         # order.
         assert_close(*results)
-
-
-# -- the real gluon.Trainer ---------------------------------------------------
-
-
-GLUONS = [
-    ("sgd", {"learning_rate": 0.125, "momentum": 0.5, "wd": 0.25,
-             "clip_gradient": 0.25}, 1e-12),
-    # Its kernel takes the rate with the bias correction in float32.
-    ("adam", {"learning_rate": 0.125, "beta1": 0.75, "beta2": 0.9375,
-              "epsilon": 2.0 ** -10, "wd": 0.25}, 1e-7),
-    ("nadam", {"learning_rate": 0.125, "beta1": 0.75, "beta2": 0.9375,
-               "epsilon": 2.0 ** -10, "schedule_decay": 0.5}, 1e-12),
-]
-
-
-@pytest.mark.skipif(not MXNET, reason="compares with the real Gluon")
-@pytest.mark.parametrize("name, options, limit", GLUONS,
-                         ids=[name for name, *_ in GLUONS])
-def test_the_real_gluon_trainer_on_one_device(name, options, limit):
-    """Dyadic options, which MXNet's float32 scalars hold exactly."""
-    def make(net):
-        from mxnet import gluon
-        return [gluon.Trainer(net.collect_params(), name, options)]
-    wanted = trained_by_gluon(make)
-    for engine in ENGINES:
-        with using_engine(engine) as backend:
-            replicas = initialize(mlp(backend), on(0, 1, 2))
-            train(replicas, mgpu.Trainer(replicas, name, options), DYADIC)
-            assert_close(values(replicas), wanted, limit)
 
 
 def test_a_step_divides_by_any_number_above_0(engine, devices):

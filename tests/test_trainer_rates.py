@@ -15,22 +15,6 @@ from steps import (LOSS, assert_unchanged, backward, batch, gradients,
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
 
 
-def test_multipliers_by_name(engine, devices):
-    """lr_mult and wd_mult of a plain SGD step, by its formula."""
-    replicas = initialize(mlp(engine), devices)
-    trainer = mgpu.Trainer(
-        replicas, "sgd", {"learning_rate": 0.125, "wd": 0.25},
-        lr_mult={"0.weight": 0.5, "2.bias": 0.0}, wd_mult={"2.weight": 2.0})
-    start = values(replicas)
-    train(replicas, trainer, [6])
-    moved, summed = values(replicas), gradients(replicas)
-    for name, lr, wd in (("0.weight", 0.5, 1), ("0.bias", 1, 1),
-                         ("2.weight", 1, 2), ("2.bias", 0, 1)):
-        wanted = start[name][0] - 0.125 * lr * (
-            summed[name][0] / 6 + 0.25 * wd * start[name][0])
-        assert relative_difference(moved[name][0], wanted) < 1e-15
-
-
 def test_multipliers_by_torchs_names_of_norms(backend):
     """Their weight and bias are gamma and beta here."""
     for given, own in (("weight", "gamma"), ("bias", "beta")):

@@ -12,7 +12,6 @@ import mgpu
 from helpers import (assert_bit_equal, bricks, convnet,
                      foreign_array, mlp, on, refusal_of_foreign,
                      relative_difference)
-from mgpu.nn import functional as F
 from steps import (LOSS, assert_close, assert_unchanged, batch,
                    check_as_on_one_device, initialize, values)
 
@@ -33,11 +32,6 @@ def set_up(engine, devices, lr=0.125, **options):
 def flags():
     backend = mgpu.get_backend()
     return backend.is_recording(), backend.is_training()
-
-
-def test_put_takes_a_dtype(backend):
-    x = mgpu.put(np.array([1.5, 2]), "cpu:3", dtype="float32")
-    assert_bit_equal(mgpu.to_numpy(x), np.float32([1.5, 2]))
 
 
 def test_scopes_nest_and_come_back(backend):
@@ -95,21 +89,6 @@ def test_wrong_losses_are_refused(engine):
         with pytest.raises(TypeError, match="expected an array of the "
                            f"{engine.name} backend; received ndarray"):
             call(np.ones(2, "float32"))
-
-
-def test_parallel(backend, devices):
-    """Results in order; the modes of the caller; a nested call runs one after
-    the other."""
-    numbers = range(len(devices))
-    with mgpu.record():
-        found = mgpu.parallel(
-            lambda i, device: (i, device, flags(), mgpu.get_backend().name),
-            numbers, devices)
-    assert found == [(i, d, (True, True), backend.name)
-                     for i, d in zip(numbers, devices)]
-    assert mgpu.parallel(lambda i: mgpu.parallel(lambda j: (i, j), numbers),
-                         numbers) == [[(i, j) for j in numbers]
-                                      for i in numbers]
 
 
 def test_parallel_leaves_devices_without_rows_out(backend, devices):
@@ -314,20 +293,6 @@ def test_a_wrong_trainer_is_refused(backend):
         mgpu.train_batch(*batch(4), a, loss, Trainer())
     with pytest.raises(TypeError, match="received the class .*Trainer. Make"):
         mgpu.Trainer(a, Trainer)
-
-
-def test_a_leaf_that_all_losses_share(backend, devices):
-    """Its gradient is the sum over devices, and each step's own."""
-    replicas, _, trainer = set_up(backend, devices)
-    weight, labels = leaf(2.0), np.arange(1.0, 6.0)
-    for _ in range(2):
-        mgpu.train_batch(
-            batch(5)[0], labels, replicas, lambda out, y:
-            F.sum(out, axis=1) + y * mgpu.put(weight, y), trainer)
-        assert mgpu.to_numpy(mgpu.grad(weight)).tolist() == [15]
-        for copies in values(replicas).values():
-            for copy in copies:
-                assert_bit_equal(copy, copies[0])
 
 
 def refuse(call, error, text):

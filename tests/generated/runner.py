@@ -552,8 +552,10 @@ class Run:
         why = None if every or skips else "stale"
 
         def step() -> None:
+            # Each may refuse a batch: before one of them has stepped.
             for trainer in pair.trainers:
                 trainer.allreduce_grads(ignore_stale_grad=skips)
+            for trainer in pair.trainers:
                 if clip == "trainer":
                     trainer.clip_global_norm(MAX_NORM)
                 elif clip:

@@ -32,7 +32,7 @@ class Torn(interrupts.Training):
 
 interrupts.Training = Torn
 with mgpu.using_backend("{backend}") as backend:
-    print(any(list(interrupts.interrupted(backend, 10, 0))))
+    print(any(interrupts.interrupted(backend, 10, 0)))
 """
 
 

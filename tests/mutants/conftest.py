@@ -2,11 +2,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 from conftest import ALL_BACKENDS, BACKENDS
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -30,7 +30,7 @@ def _judged(out, names, *options):
     out.touch()
     try:
         run = subprocess.run(
-            [sys.executable, "-m", "mutants.runner", str(out), *options,
+            [forked.python(), "-m", "mutants.runner", str(out), *options,
              *names], cwd=TESTS, env=environment, timeout=_LIMIT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         end = f"exit status {run.returncode}: {run.stdout[-3000:]}"

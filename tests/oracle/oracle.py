@@ -36,13 +36,6 @@ def weighted_sizes(n, weights):
     return sizes
 
 
-def correct(scores, labels):
-    """How many labels have the highest score of their row, of equal ones
-    the first."""
-    return sum(next(j for j, s in enumerate(row) if s == max(row)) == label
-               for row, label in zip(scores.tolist(), labels.tolist()))
-
-
 # -- reductions over devices, in a stated order of additions ------------------
 
 COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum,
@@ -261,42 +254,6 @@ def drawn(name, shape, seed, number, **options):
                               **options)
 
 
-# -- schedules: Gluon's objects, which change as they are called --------------
-
-def _warm(n, base_lr, steps, begin, mode):
-    return begin if mode == "constant" \
-        else begin + (base_lr - begin) * n / steps
-
-
-def schedule(kind, updates, base_lr=0.01, warmup_steps=0, warmup_begin_lr=0,
-             warmup_mode="linear", **o):
-    """The rates of updates 0 to `updates` - 1."""
-    lr, rates, count, passed = base_lr, [], 0, 0
-    for n in range(updates):
-        if n < warmup_steps:
-            rates.append(_warm(n, base_lr, warmup_steps, warmup_begin_lr,
-                               warmup_mode))
-            continue
-        if kind == "FactorScheduler":
-            while n > count + o["step"]:
-                count += o["step"]
-                lr = max(lr * o.get("factor", 1),
-                         o.get("stop_factor_lr", 1e-8))
-        elif kind == "MultiFactorScheduler":
-            while passed < len(o["step"]) and n > o["step"][passed]:
-                passed += 1
-                lr *= o.get("factor", 1)
-        elif n <= o["max_update"]:
-            part = (n - warmup_steps) / (o["max_update"] - warmup_steps)
-            left = (1 - part) ** o.get("pwr", 2) if kind == "PolyScheduler" \
-                else (1 + math.cos(math.pi * (n - warmup_steps) / (
-                    o["max_update"] - warmup_steps))) / 2
-            lr = o.get("final_lr", 0) + (base_lr - o.get("final_lr", 0)) \
-                * left
-        rates.append(lr)
-    return rates
-
-
 # -- update rules: the formulas are in `formulas.py` --------------------------
 
 def gluon_order(names):
@@ -331,13 +288,6 @@ class Optimizer:
                 self.wd * self.wd_mult.get(name, 1.0), self.t, self.options,
                 float, lambda x: np.clip(x, -self.limit, self.limit))
         return {name: moved[name] for name in weights}
-
-
-def clipped(gradients, limit):
-    """Gluon's ``clip_global_norm``: the norm, and the scaled gradients."""
-    norm = math.sqrt(sum(float((g ** 2).sum()) for g in gradients.values()))
-    scale = min(1.0, limit / (norm + 1e-8))
-    return norm, {name: g * scale for name, g in gradients.items()}
 
 
 # -- layers: (output, back), where back(d output) is the gradients of the

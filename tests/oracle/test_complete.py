@@ -22,6 +22,8 @@ ELSEWHERE = {
     **dict.fromkeys(("losses.CTCLoss", "losses.CosineEmbeddingLoss",
                      "losses.SDMLLoss", "losses.TripletLoss"),
                     "tests/test_losses.py: Gluon's and torch's own numbers"),
+    **{f"lr_scheduler.{name}": "tests/test_lr_scheduler.py: Gluon's numbers"
+       for name in lr_scheduler.__all__ if name != "LRScheduler"},
     "collectives.native": "the frameworks' own, which only one engine has on "
                           "CPUs; tests/test_collectives.py: exact sums",
 }

@@ -1,11 +1,9 @@
-"""What moves between devices and what is computed on one: collectives,
-splitting, counting, and the functions of a backend."""
+"""What moves between devices: collectives and splitting; and masks."""
 import numpy as np
 import pytest
 
 import mgpu
 import oracle
-from helpers import mlp
 from mgpu import collectives
 from mgpu.nn import functional as F
 from threeway import (EXACT, ROUNDING, agree, compare, covers, host, on_each,
@@ -135,94 +133,6 @@ def test_shard_bounds(devices):
             bounds = mgpu.shard_bounds(
                 n, k, None if weights is None else weights[:k])
             assert bounds == list(zip([0, *ends[:-1]], ends))
-
-
-@pytest.mark.parametrize("rows", (1, 3, 8))
-@pytest.mark.parametrize("axis", (0, 1, -1))
-def test_splitting(rows, axis, devices):
-    k = len(devices)
-    shape = [4, 5, 3]
-    shape[axis] = rows
-    rng = np.random.default_rng(1)
-    data = [rng.normal(size=shape), rng.integers(0, 9, shape),
-            rng.normal(size=shape).astype("float32")]
-
-    def run(backend):
-        native = [mgpu.put(x, devices[-1]) for x in data]
-        found = [host(mgpu.split_and_load(x, devices, axis, even_split=False))
-                 for x in (*data, *native)]
-        return [*found, host(mgpu.split_and_load(
-            data[0], devices, axis, weights=WEIGHTS[1][:k]))]
-    even = [oracle.pieces(x, k, axis) for x in data]
-    ends = np.cumsum(oracle.weighted_sizes(rows, WEIGHTS[1][:k]))[:-1]
-    agree(run, [*even, *even, np.split(data[0], ends, axis)], EXACT)
-    if axis == 0:
-        X, y = data[0], data[1][:, 0, 0]
-        agree(lambda backend: [host(x) for x in mgpu.split_batch(
-            X, y, devices)], [oracle.pieces(X, k), oracle.pieces(y, k)],
-            EXACT)
-
-
-# -- counting -----------------------------------------------------------------
-
-def test_accuracy(devices):
-    """Ties among few integers, batches of any size; the same fraction of
-    integers everywhere."""
-    rng = np.random.default_rng(4)
-    values = {"0.weight": rng.integers(-2, 3, (5, 6)).astype(float),
-              "0.bias": rng.integers(-1, 2, 5).astype(float),
-              "2.weight": rng.integers(-1, 2, (3, 5)).astype(float),
-              "2.bias": np.zeros(3)}
-    values["2.weight"][2] = values["2.weight"][1]       # always a tie
-    layers = [(oracle.dense, ("0.weight", "0.bias")), (oracle.relu, ()),
-              (oracle.dense, ("2.weight", "2.bias"))]
-    batches = [(rng.integers(-2, 3, (n, 6)).astype(float),
-                rng.integers(0, 3, n)) for n in (7, 8, 1, 2)]
-    net = oracle.Network(layers, values)
-    scores = [net.predict(X) for X, _ in batches]
-    counts = [oracle.correct(s, y) for s, (_, y) in zip(scores, batches)]
-    assert 0 < sum(counts) < 18
-
-    def run(backend):
-        replicas = mgpu.initialize(mlp(backend), devices,
-                                   "uniform", dtype="float64")
-        replicas.import_numpy(values)
-        return [mgpu.evaluate_accuracy_gpus(replicas, batches),
-                mgpu.evaluate_accuracy_gpu(replicas, batches, devices[-1]),
-                [mgpu.accuracy(mgpu.put(s, devices[0]),
-                               mgpu.put(y, devices[0]))
-                 for s, (_, y) in zip(scores, batches)]]
-    whole = sum(counts) / sum(len(y) for _, y in batches)
-    agree(run, [whole, whole, counts], EXACT)
-
-
-# -- functions of a backend ---------------------------------------------------
-
-X = RNG.normal(size=(3, 4))
-
-
-def test_functions_without_a_gradient(devices):
-    """Kinds of numbers, what is written to a flat view, and nothing recorded
-    under `no_grad`."""
-    def run(backend):
-        found = []
-        for device in devices:
-            x = mgpu.put(X, device)
-            y = mgpu.put(X, device)
-            F.flat_view(y)[2:5] = 7.0
-            mgpu.attach_grad(x)
-            with mgpu.record():
-                z = x * x
-                with mgpu.no_grad():
-                    w = x * x
-            mgpu.backward(z)
-            found.append([F.astype(x, "float32"), F.astype(x * 9, "int32"),
-                          F.zeros_like(x), F.sign(x), y, w, mgpu.grad(x)])
-        return [host(x) for x in found]
-    written = X.copy()
-    written.reshape(-1)[2:5] = 7
-    agree(run, [[X.astype("float32"), (X * 9).astype("int32"), X * 0 + 0,
-                 np.sign(X), written, X * X, 2 * X]] * len(devices), EXACT)
 
 
 def test_masks_are_zero_or_scaled(devices):

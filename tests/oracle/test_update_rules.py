@@ -1,4 +1,4 @@
-"""Every optimizer with both meanings, and every schedule, through `Trainer`.
+"""Every optimizer with both meanings through `Trainer`.
 
 Six steps from given gradients, whose sums over devices are exact in float64
 (multiples of 2^-20 of their scale), so that the order of addition and the
@@ -6,7 +6,6 @@ number of devices cannot show. One weight has gradients of 1e-7, where the
 place of epsilon shows, one has elements that are clipped.
 """
 import functools
-import os
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from mgpu import optim
 from mgpu.nn import functional as F
 from mgpu.optim import lr_scheduler
 from threeway import (EXACT, ROUNDING, agree, assert_equal_copies, compare,
-                      covers, host, on_each)
+                      covers)
 
 STEPS, ROWS, LR = 6, 8, 2.0 ** -4
 SHAPES = {"0.weight": (5, 6), "0.bias": (5,), "2.weight": (3, 5),
@@ -26,6 +25,12 @@ SHAPES = {"0.weight": (5, 6), "0.bias": (5,), "2.weight": (3, 5),
 SCALES = dict(zip(SHAPES, (2.0 ** -23, 1, 1, 2.0 ** -10)))
 LR_MULT, WD_MULT = {"0.bias": 0.5, "2.weight": 2.0}, {"2.weight": 4.0}
 SCHEDULE = {"step": [2, 4], "factor": 0.5}
+
+
+def rates(lr):
+    """Of `SCHEDULE`, for updates 0 to `STEPS`."""
+    return [lr * 0.5 ** sum(n > step for step in SCHEDULE["step"])
+            for n in range(STEPS + 1)]
 
 
 def _dyadic(rng, shape, scale):
@@ -163,9 +168,8 @@ def judge(semantics, name, options, varying):
     lr = options["learning_rate" if semantics == "gluon" else "lr"]
     if name == "ftrl":      # MXNet's hands no rate on to its schedule
         lr = 0.01
-    return oracle.Optimizer(
-        semantics, name, options, LR_MULT, WD_MULT,
-        oracle.schedule("MultiFactorScheduler", STEPS + 1, lr, **SCHEDULE))
+    return oracle.Optimizer(semantics, name, options, LR_MULT, WD_MULT,
+                            rates(lr))
 
 
 def trainer_of(case):
@@ -219,178 +223,3 @@ def test_the_two_meanings_differ():
                 compare(expected(judge("torch", name, torch, True)),
                         expected(judge("gluon", name, gluon, True)),
                         ROUNDING)
-
-
-# -- schedules ----------------------------------------------------------------
-
-SCHEDULES = [
-    ("FactorScheduler", {"step": 3, "factor": 0.7}),
-    ("FactorScheduler", {"step": 1, "factor": 0.3, "stop_factor_lr": 0.02,
-                         "base_lr": 0.3, "warmup_steps": 4,
-                         "warmup_begin_lr": 0.1}),
-    ("MultiFactorScheduler", {"step": [2, 3, 6], "factor": 0.7}),
-    ("MultiFactorScheduler", {"step": [2, 7], "factor": 0.1, "base_lr": 0.3,
-                              "warmup_steps": 5, "warmup_begin_lr": 0.05,
-                              "warmup_mode": "constant"}),
-    ("PolyScheduler", {"max_update": 9}),
-    ("PolyScheduler", {"max_update": 11, "base_lr": 0.3, "pwr": 1.5,
-                       "final_lr": 0.01, "warmup_steps": 3,
-                       "warmup_begin_lr": 0.1}),
-    ("CosineScheduler", {"max_update": 9}),
-    ("CosineScheduler", {"max_update": 11, "base_lr": 0.3, "final_lr": 0.01,
-                         "warmup_steps": 2, "warmup_begin_lr": 0.1}),
-]
-
-
-@covers(*(f"lr_scheduler.{kind}" for kind, _ in SCHEDULES))
-@pytest.mark.parametrize("kind, options", SCHEDULES)
-def test_schedules_are_exact(kind, options):
-    """As functions, and as what a step of SGD does: from zero weights with a
-    gradient of one, the weight is minus the sum of the rates."""
-    n = 14
-    rates = oracle.schedule(kind, n, **options)
-    assert len(set(rates)) > 2
-    make = functools.partial(getattr(lr_scheduler, kind), **options)
-    schedule = make()
-    assert [schedule(i) for i in range(n)] == rates
-    assert [schedule(i) for i in reversed(range(n))] == rates[::-1]
-
-    def run(backend):
-        replicas = replicas_on(backend, 2)
-        replicas.import_numpy({k: 0 * w for k, w in WEIGHTS.items()})
-        trainer = mgpu.Trainer(replicas, "sgd", lr_scheduler=make())
-        ones, path = {k: 0 * w + ROWS for k, w in WEIGHTS.items()}, []
-        for step in range(7):
-            give(replicas, ones, step)
-            trainer.step(ROWS)
-            path.append(mgpu.to_numpy(replicas.params()[-1].data()))
-            assert trainer.learning_rate == rates[step + 1]
-        return path
-    sums = np.cumsum(rates[1:8])
-    agree(run, [np.full(SHAPES["2.bias"], -s) for s in sums], ROUNDING)
-
-
-# -- the parts of a step ------------------------------------------------------
-
-@pytest.mark.parametrize("limit", (3.0, 1e6))
-def test_clipping_between_the_parts(limit, devices):
-    """Sum, clip by the joint norm, update; then another rate."""
-    def run(backend):
-        replicas = replicas_on(backend, len(devices))
-        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": LR,
-                                                 "momentum": 0.5})
-        found = []
-        for step, gradients in enumerate(GRADIENTS[:3]):
-            if step == 2:
-                trainer.set_learning_rate(LR / 4)
-            give(replicas, gradients, step)
-            trainer.allreduce_grads()
-            compare({p.name: host(p.list_grad()[-1])
-                     for p in replicas.params()}, gradients, EXACT)
-            norm = trainer.clip_global_norm(limit, ROWS)
-            clipped = {p.name: mgpu.to_numpy(p.grad())
-                       for p in replicas.params()}
-            trainer.update(ROWS)
-            found.append([np.float64(norm), clipped, replicas.export_numpy()])
-        assert_equal_copies(replicas)
-        return found
-
-    judge = oracle.Optimizer("gluon", "sgd", {"momentum": 0.5},
-                             rates=[None, LR, LR, LR / 4])
-    weights, wanted = WEIGHTS, []
-    for gradients in GRADIENTS[:3]:
-        norm, clipped = oracle.clipped(
-            {n: g / ROWS for n, g in gradients.items()}, limit)
-        assert (norm > limit) == (limit == 3.0)
-        clipped = {n: g * ROWS for n, g in clipped.items()}
-        weights = judge.step(weights, clipped, ROWS)
-        wanted.append([np.float64(norm), clipped, weights])
-    # the backends add the squares of a norm in orders of their own
-    agree(run, wanted, ROUNDING)
-
-
-def test_gradients_that_accumulate(devices):
-    def run(backend):
-        replicas = replicas_on(backend, len(devices))
-        for p in replicas.params():
-            p.grad_req = "add"
-        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": LR})
-        for step in (0, 2):
-            for gradients in GRADIENTS[step:step + 2]:
-                give(replicas, gradients, step)
-            trainer.step(2 * ROWS)
-            replicas.zero_grad()
-        return replicas.export_numpy()
-    sums = [{n: GRADIENTS[i][n] + GRADIENTS[i + 1][n] for n in SHAPES}
-            for i in (0, 2)]
-    weights = WEIGHTS
-    for gradients in sums:
-        weights = oracle.Optimizer("gluon", "sgd", {
-            "learning_rate": LR}).step(weights, gradients, 2 * ROWS)
-    agree(run, weights, EXACT)
-
-
-def test_a_weight_that_is_set_is_trained_on(devices):
-    """On every device; the momentum stays (Gluon on several devices drops
-    such an edit)."""
-    options = {"learning_rate": LR, "momentum": 0.5}
-
-    def run(backend):
-        replicas = replicas_on(backend, len(devices))
-        trainer = mgpu.Trainer(replicas, "sgd", options)
-        for step, gradients in enumerate(GRADIENTS[:2]):
-            for p in replicas.params():
-                p.set_data(WEIGHTS[p.name])
-            give(replicas, gradients, step)
-            trainer.step(ROWS)
-        assert_equal_copies(replicas)
-        return {p.name: mgpu.to_numpy(p.list_data()[-1])
-                for p in replicas.params()}
-    judge = oracle.Optimizer("gluon", "sgd", options)
-    for gradients in GRADIENTS[:2]:
-        weights = judge.step(WEIGHTS, gradients, ROWS)
-    agree(run, weights, EXACT)
-
-
-@pytest.mark.parametrize("semantics, name", [
-    ("gluon", "adam"), ("gluon", "nadam"), ("torch", "nadam"),
-    ("torch", "adagrad"), ("gluon", "rmsprop")])
-def test_states_go_from_any_engine_to_any(semantics, name, tmp_path):
-    """Three steps on one backend with two devices, three more on another with
-    three: the six steps of the oracle, the schedule's count included. Through
-    a file, and on the host."""
-    def make(replicas):
-        return mgpu.Trainer(
-            replicas, name, semantics=semantics,
-            lr_scheduler=lr_scheduler.MultiFactorScheduler(**SCHEDULE))
-
-    def train(replicas, trainer, begin, end):
-        for step in range(begin, end):
-            give(replicas, GRADIENTS[step], step)
-            trainer.step(ROWS)
-        return replicas.export_numpy()
-
-    def begin(backend):
-        replicas = replicas_on(backend, 2)
-        trainer = make(replicas)
-        values = train(replicas, trainer, 0, 3)
-        file = tmp_path / str(len(os.listdir(tmp_path)))
-        trainer.save_states(file)
-        return values, file, trainer.export_states()
-    wanted = expected(oracle.Optimizer(
-        semantics, name, rates=oracle.schedule(
-            # Gluon's have a default rate, which replaces the schedule's.
-            "MultiFactorScheduler", STEPS + 1,
-            0.001 if semantics == "gluon" else 0.01, **SCHEDULE)))[-1]
-    for values, file, states in on_each(begin).values():
-        def go_on(backend):
-            found = []
-            for load in (lambda t: t.load_states(file),
-                         lambda t: t.import_states(states)):
-                replicas = replicas_on(backend, 3)
-                replicas.import_numpy(values)
-                trainer = make(replicas)
-                load(trainer)
-                found.append(train(replicas, trainer, 3, STEPS))
-            return found
-        agree(go_on, [wanted, wanted], ROUNDING)

@@ -23,8 +23,9 @@ from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Ended, Joint,
                                            Runner, Sources, keep)
 from mgpu.backends._torch.graph import read
 from mgpu.backends._torch.streams import Turns, states, watched
-from mgpu.backends._torch.tree import (TABLES, Contents, Tree, made_more,
-                                       plain_network, redirect, version)
+from mgpu.backends._torch.tree import (TABLES, Contents, Copies, Tree,
+                                       made_more, plain_network, redirect,
+                                       version)
 from mgpu.backends._workers import inside_worker
 from mgpu.backends.containers import Batch, Call, Probed
 from mgpu.backends.other_batch import OtherBatch
@@ -50,7 +51,7 @@ class _Copy(NamedTuple):
 
     net: nn.Module
     leaves: dict[int, torch.Tensor]
-    originals: dict[int, Any]       # id of a copy -> the network's own
+    originals: Copies               # id of a copy -> the network's own
     modules: dict[int, nn.Module]   # id of the network's own -> the copy
     contents: Contents              # before the pass
     arrays: dict[int, torch.Tensor]     # id of the network's own -> the copy
@@ -343,9 +344,9 @@ class DeviceCopies:
                 sources[key], leaves[key] = x, arrays[key]
         modules = {key: object.__new__(type(module))
                    for key, module in tree.by_id.items()}
-        memo: dict[int, Any] = {**arrays, **modules}
-        originals = {id(memo[key]): x for key, x in (
-            *tree.arrays.items(), *tree.by_id.items())}
+        memo = Copies({**arrays, **modules})
+        originals = Copies({id(memo[key]): x for key, x in (
+            *tree.arrays.items(), *tree.by_id.items())})
         for module in tree.modules if tree.compiled else ():    # itself
             if type(module).__name__ == "OptimizedModule":
                 memo[id(module)] = memo[id(module._orig_mod)]

@@ -2,7 +2,7 @@
 either."""
 import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from operator import attrgetter, is_
 from typing import Any
@@ -243,7 +243,22 @@ def _opened(x: Any) -> tuple[list[Any], containers.Make | None]:
     return containers.opened(x, (nn.Module, torch.Tensor))
 
 
-def redirect(x: Any, copies: dict[int, Any]) -> Any:
+class Copies(dict[int, Any]):
+    """Copies of objects, by the id of the object.
+
+    Attributes
+    ----------
+    rebuilt : list
+        The objects that `redirect` has rebuilt. They stay alive, or another
+        object would get the id of one of them, and its copy.
+    """
+
+    def __init__(self, copies: Mapping[int, Any]) -> None:
+        super().__init__(copies)
+        self.rebuilt: list[Any] = []
+
+
+def redirect(x: Any, copies: Copies) -> Any:
     """`x` with ``copies[id(y)]`` for each y that it leads to.
 
     Containers, partials, closures and bound methods are rebuilt where
@@ -261,4 +276,5 @@ def redirect(x: Any, copies: dict[int, Any]) -> Any:
         del copies[id(x)]
         return x
     copies[id(x)] = made = make(new)
+    copies.rebuilt.append(x)
     return made
