@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mgpu.backends import containers
+from mgpu.backends._torch import strict
 from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Ended, Joint,
                                            Runner, Sources, keep)
 from mgpu.backends._torch.graph import read
@@ -400,7 +401,7 @@ class DeviceCopies:
                       changes: dict[int, _Changes]) -> None:
         """Refuse a forward that has written to a parameter, and one that has
         updated a buffer differently on the devices: the first one's values
-        would stay. Running statistics of norm layers are a device's own."""
+        would stay. The buffers of norm layers are a device's own."""
         written: set[int] = set()
         for made in copies.values():
             stamps = _stamps(made.arrays.values())
@@ -416,16 +417,14 @@ class DeviceCopies:
                     f"forward writes to the parameter {self._name_of(key)}, "
                     "as nn.Embedding(max_norm=) does: each device would write "
                     "for its own examples. Write to it outside of forward.")
-        first = self.devices[0]
-        own = {*map(id, tree.statistics)}
         values = [(key, "", [made.arrays[key] for made in copies.values()])
-                  for key in written - own]
+                  for key in written - tree.of_norms]
         values += [(0, name, [one.buffers.get((key, name))
                               for one in changes.values()])
                    for key, name in places]
         for key, name, (x, *others) in values:
             if not all(is_tensor(x) and is_tensor(y) and torch.equal(
-                    y.to(first), x.to(first)) for y in others):
+                    strict.moved(y, x), x) for y in others):
                 raise RuntimeError(
                     f"forward updates the buffer {name or self._name_of(key)} "
                     "from the examples of its device, and the devices' values "

@@ -174,6 +174,12 @@ class Tree:
                 for name, x in module._buffers.items()
                 if name in STATISTICS and x is not None]
 
+    @functools.cached_property
+    def of_norms(self) -> set[int]:
+        """The ids of the buffers of norm layers."""
+        return {id(x) for module in self.modules if isinstance(module, NORMS)
+                for x in module._buffers.values()}
+
     def shares(self, x: Any) -> bool:
         """Whether an array in `x` has the memory of one of `arrays`."""
         found = [t for t in containers.arrays_in(
