@@ -8,5 +8,5 @@
 `python -m studies.twins`        published pairs of networks
 ===============================  ===========================================
 
-Their results are in docs/internals/.
+Their raw results are in studies/results, summaries in docs.
 """

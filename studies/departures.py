@@ -3,7 +3,7 @@
 itself, and all together.
 
     python -m studies.departures --data FOLDER [--seeds 0,1] [--quick]
-        [--backend torch|mxnet] [--work out/departures] [--out docs]
+        [--backend torch|mxnet] [--work out/departures] [--out FOLDER]
 
 The book prints accuracies of 0.93 and 0.91 (1 and 2 GPUs) for Gluon, 0.89 and
 0.81 for PyTorch. Both versions are run here on *one* backend, through mgpu, so
@@ -604,7 +604,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                         default=pathlib.Path("out/departures"),
                         help="the folder in which each run keeps its result")
     parser.add_argument("--out", type=pathlib.Path,
-                        default=pathlib.Path("docs/internals"),
+                        default=pathlib.Path("out/departures"),
                         help="the folder for departures.json and .png")
     options = parser.parse_args(arguments)
     seeds = [int(seed) for seed in options.seeds.split(",")]

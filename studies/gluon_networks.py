@@ -11,8 +11,8 @@ from another one in the number of classes alone. Each is written as
 `mgpu.from_gluon`, and compared in float64: a prediction, the gradients of a
 training pass (dropout 0), and the running statistics after it. A network runs
 in a process of its own, with a limit on memory and time. Its result is
-appended to studies/gluon_networks.jsonl; docs/conversion.md is written from
-that file.
+appended to studies/results/gluon_networks.jsonl. From that file the summary
+docs/conversion.md and a table of all networks, out/conversion.md, are written.
 
     pip install gluoncv2==0.0.64
 """
@@ -41,8 +41,9 @@ import numpy as np
 import mgpu
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "gluon_networks.jsonl"
+RESULTS = HERE / "results" / "gluon_networks.jsonl"
 PAGE = HERE.parent / "docs" / "conversion.md"
+TABLE = HERE.parent / "out" / "conversion.md"
 #: largest relative differences of outputs, and of gradients and statistics
 BARS = {"float64": (1e-9, 1e-9), "float32": (1e-5, 1e-3)}
 #: modules of gluoncv2 whose networks do not classify images
@@ -410,72 +411,104 @@ def main():
 
 
 def report():
-    """Write the page."""
+    """Write the page, and the table of all networks."""
     rows = sorted(results().values(), key=lambda row: row["name"])
     missing = [row for row in rows if "converts" not in row
                and "has no attribute 'shape'" in row["error"]]
     counted = [row for row in rows if row not in missing]
     good = [row for row in counted if not verdict(row)]
-    others = [row for row in good if row.get("draw", [1, 0]) != [1, 0]]
-    lines = [
-        "# Networks that convert", "",
-        "Written by `python -m studies.gluon_networks`: Gluon's zoo, and "
-        "gluoncv2's", "classification networks that MXNet can export, with "
-        "random values.", "",
-        f"{len(good)} of {len(counted)} convert and agree. MXNet itself "
-        f"cannot export {len(missing)} more.", "",
-        "A difference is relative to the largest number of its array (of a "
-        "gradient at least to", "1e-4 of the largest of all): a prediction, "
-        "then all gradients and running statistics of", "one training pass "
-        "with dropout 0, batch 2, in the square image given. They agree below "
-        f"{BARS['float64'][0]:.0e}", "in float64. Where MXNet has no float64 "
-        f"({' and '.join(sorted(FLOAT32))}) the bars are "
-        f"{BARS['float32'][0]:.0e} and {BARS['float32'][1]:.0e}", "in "
-        "float32. A last pooling of fixed size is fitted to a smaller image; "
-        "the last layer is", "scaled where outputs leave 1e-2 to 1e2.", "",
-        f"{len(others)} networks agree with other values only: the scales of "
-        "all norms a quarter or a", "sixteenth of the usual ones, so that "
-        "the rounding of many branches does not pile up, or shifts", "of four "
-        "deviations, so that no rounding decides at the kink of a ReLU which "
-        "gradient it has.", "",
-        "The networks with InstanceNorm that differ do so by float32, which "
-        "is all that MXNet has: in", "ibn_resnet50 MXNet's gradients are "
-        "2e-3 from PyTorch's of float64 too, PyTorch's of float32", "4e-4. "
-        "Their outputs agree to 2e-6. They do not count as agreeing.", ""]
     bad = [row for row in counted if verdict(row)]
-    if bad:
-        lines += ["## Not yet", "", "| network | why |", "|---|---|"]
-        for row in bad:
-            why = verdict(row)
-            if why == "differs":
-                why = (f"differs: {row['outputs']:.0e}, gradients "
-                       f"{row['gradients']:.0e}, statistics "
-                       f"{row['statistics']:.0e} ({row['dtype']})")
-            lines.append(f"| {row['name']} | {why} |".replace("\n", " "))
-        lines.append("")
-    if missing:
-        lines += ["## Not exported by MXNet", "", "Their code asks a symbol "
-                  "for its shape: " + ", ".join(
-                      row["name"] for row in missing) + ".", ""]
-    lines += [
-        "## Where MXNet is reproduced, and where not", "",
-        "- In float64 MXNet rounds the negative part of LeakyReLU and PReLU "
-        "and the weights of bilinear", "  interpolation to float32, and so "
-        "does the converted network. erf, GELU, SELU and",
-        "  RNNs of ReLU agree to 1e-7.",
-        "- MXNet's gradient of SELU below 0 is scale * (alpha + y), not that "
-        "of its function: reproduced.",
-        "- Deconvolution with strides and dilation is wrong in MXNet's "
-        "float64 (not in float32): not", "  reproduced.", "",
-        "## All that agree", "",
+    others = [row for row in good if row.get("draw", [1, 0]) != [1, 0]]
+    float32 = [row for row in good if row["dtype"] == "float32"]
+    worst = {key: max(row[key] for row in good if row not in float32)
+             for key in ("outputs", "gradients", "statistics")}
+    PAGE.write_text(f"""\
+# Converted models
+
+Written by `python -m studies.gluon_networks --report-only` from
+`studies/results/gluon_networks.jsonl`. The command also writes
+`out/conversion.md`, a table of all networks. The networks are Gluon's zoo and
+the classification networks of gluoncv2, with random values.
+
+| | networks |
+|---|---|
+| convert and agree | {len(good)} of {len(counted)} |
+| compared in float32, where MXNet has no float64 \
+({', '.join(sorted(FLOAT32))}) | {len(float32)} of {len(good)} |
+| agree with other initial values only | {len(others)} of {len(good)} |
+| not exported by MXNet: the code reads the shape of a symbol | \
+{len(missing)} |
+
+The largest relative differences in float64 are {worst['outputs']:.0e}
+(outputs), {worst['gradients']:.0e} (gradients) and
+{worst['statistics']:.0e} (running statistics).
+
+## Method
+
+- Each network predicts once, and trains one pass with dropout 0, batch 2 and \
+a square image.
+- A difference is relative to the largest number of its array, of a gradient \
+at least to 1e-4 of the largest gradient.
+- The tolerance is {BARS['float64'][0]:.0e} in float64. In float32 it is \
+{BARS['float32'][0]:.0e} for outputs and {BARS['float32'][1]:.0e} for \
+gradients and statistics.
+- A last pooling of fixed size is fitted to a smaller image. The last layer \
+is scaled where outputs leave 1e-2 to 1e2.
+- Other initial values: scales of all norms a quarter or a sixteenth of the \
+usual ones, so that rounding of many branches stays small; or shifts of four \
+deviations, so that rounding does not decide the gradient of a ReLU.
+
+```sh
+pip install gluoncv2==0.0.64
+python -m studies.gluon_networks --names zoo/resnet18_v1
+python -m studies.gluon_networks --jobs 2       # all; resumes
+python -m studies.gluon_networks --report-only  # this page and the table
+```
+
+## Networks that do not agree
+
+{', '.join(row["name"] for row in bad) or 'None'}.
+
+The networks with InstanceNorm (ibn, ibnb) differ by float32, the only dtype
+of MXNet's layer: in ibn_resnet50 the float32 gradients of MXNet are 2e-3 from
+PyTorch's float64 gradients, those of PyTorch 4e-4. The outputs agree to 2e-6.
+In float64 differ: {', '.join(row["name"] for row in bad
+                             if row.get("dtype") == "float64") or 'none'}.
+
+## MXNet's arithmetic
+
+| MXNet | the converted network |
+|---|---|
+| rounds the negative part of LeakyReLU and PReLU and the weights of bilinear \
+interpolation to float32, in float64 too | the same |
+| erf, GELU, SELU, RNNs of ReLU | agree to 1e-7 |
+| the gradient of SELU below 0 is scale * (alpha + y), not the derivative | \
+the same |
+| wrong deconvolution with strides and dilation in float64, not in float32 | \
+the right one |
+""", encoding="utf-8")
+    lines = ["# Converted models: all networks", "",
+             "## Networks that do not agree", "",
+             "| network | why |", "|---|---|"]
+    for row in bad:
+        why = verdict(row)
+        if why == "differs":
+            why = (f"differs: {row['outputs']:.0e}, gradients "
+                   f"{row['gradients']:.0e}, statistics "
+                   f"{row['statistics']:.0e} ({row['dtype']})")
+        lines.append(f"| {row['name']} | {why} |".replace("\n", " "))
+    lines += ["", "Not exported by MXNet: "
+              + ", ".join(row["name"] for row in missing) + ".", "",
+              "## Networks that agree", "",
               "| network | parameters (M) | nodes | image | outputs | "
               "gradients | conversion (s) |", "|---|---|---|---|---|---|---|"]
     lines += [f"| {row['name']} | {row['parameters'] / 1e6:.1f} | "
               f"{row['nodes']} | {row['edge']} | {row['outputs']:.0e} | "
               f"{max(row['gradients'], row['statistics']):.0e} | "
               f"{row['converts']} |" for row in good]
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(f"{len(good)} of {len(counted)} agree: {PAGE}")
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{len(good)} of {len(counted)} agree: {PAGE}, {TABLE}")
 
 
 if __name__ == "__main__":

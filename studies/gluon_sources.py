@@ -10,7 +10,8 @@ Gluon's zoo, networks of gluoncv2, and five with names that say nothing
 written as source; the source is imported, loads its weights, and goes through
 `mgpu.parity.compare` with MXNet's network: lock-step in float64, two devices,
 two steps of SGD with momentum, dropout 0. Rows are appended
-to studies/gluon_sources.jsonl; docs/sources.md is written from them.
+to studies/results/gluon_sources.jsonl. From them the summary docs/sources.md
+and a table of all networks, out/sources.md, are written.
 """
 import os
 
@@ -34,8 +35,9 @@ import mgpu
 from studies import gluon_networks as networks
 
 HERE = pathlib.Path(__file__).resolve().parent
-RESULTS = HERE / "gluon_sources.jsonl"
+RESULTS = HERE / "results" / "gluon_sources.jsonl"
 PAGE = HERE.parent / "docs" / "sources.md"
+TABLE = HERE.parent / "out" / "sources.md"
 OTHERS = """airnet50_1x64d_r2 bagnet9 bn_vgg11 channelnet condensenet74_c4_g4
     darknet53 densenet40_k12_cifar10 diaresnet20_cifar10 dla34
     efficientnet_b0 fdmobilenet_wd4 ghostnet hardnet39ds mnasnet_b1
@@ -168,20 +170,50 @@ def results():
 
 
 def report():
-    """Write the page."""
+    """Write the page, and the table of all networks."""
     rows = sorted(results().values(), key=lambda row: row["name"])
     good = [row for row in rows if row.get("same")]
-    lines = [
-        "# Sources of published networks", "",
-        "Written by `python -m studies.gluon_sources`: what `mgpu convert "
-        "NET-symbol.json -o net.py`", "makes of Gluon's zoo and of networks "
-        "of gluoncv2. Each source is imported, loads its weights,", "and goes "
-        "through `mgpu compare` with MXNet's network: lock-step in float64, "
-        "two devices, two", "steps, dropout 0.", "",
-        f"{len(good)} of {len(rows)} are the same. The last column is the "
-        "largest relative difference of an", "array.", "",
-        "| network | lines | classes | most arguments | difference |",
-        "|---|---|---|---|---|"]
+    bad = [row for row in rows if not row.get("same")]
+    failed = "\n".join(
+        f"| {row['name']} | "
+        + (f"differs: {row['worst']:.0e} |" if "lines" in row else
+           f"{row['error'][:80]} |") for row in bad)
+    longest = max(good, key=lambda row: row["lines"])
+    PAGE.write_text(f"""\
+# Generated sources
+
+Written by `python -m studies.gluon_sources --report-only` from
+`studies/results/gluon_sources.jsonl`. The command also writes
+`out/sources.md`, a table of all networks.
+
+`mgpu convert NET-symbol.json -o net.py` writes an exported network as PyTorch
+source. The study does it for Gluon's zoo and for networks of gluoncv2. Each
+source is imported, loads its weights, and is compared with MXNet's network by
+`mgpu compare`: lock-step in float64, two devices, two steps, dropout 0.
+
+| | |
+|---|---|
+| sources that train the same | {len(good)} of {len(rows)} |
+| largest relative difference of an array | \
+{max(row['worst'] for row in good):.0e} |
+| lines of a source | {min(row['lines'] for row in good)} to \
+{longest['lines']} ({longest['name']}) |
+| most arguments of a class | {max(row['arguments'] for row in good)} |
+
+| not compared | why |
+|---|---|
+{failed}
+
+```sh
+pip install gluoncv2==0.0.64
+python -m studies.gluon_sources --names zoo/resnet18_v1
+python -m studies.gluon_sources --jobs 2        # all; resumes
+python -m studies.gluon_sources --report-only   # this page and the table
+```
+""", encoding="utf-8")
+    lines = ["# Generated sources: all networks", "",
+             "| network | lines | classes | most arguments | difference |",
+             "|---|---|---|---|---|"]
     for row in rows:
         lines.append(
             f"| {row['name']} | {row['lines']} | {row['classes']} | "
@@ -190,7 +222,8 @@ def report():
                f"**differs: {row['worst']:.0e}** |")
             if "lines" in row else
             f"| {row['name']} | | | | {row['error'][:80]} |")
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{len(good)} of {len(rows)}: {PAGE.name}")
 
 

@@ -5,7 +5,7 @@
 # cores. LeNet for 60 epochs and ResNet-18 for 100 steps in lock-step (both
 # backends get the same state before each step) on 2 devices, in float64 and
 # float32, and 1 device against 2, 3, 4 and 8. Adds to
-# docs/internals/parity_full.json.
+# studies/results/parity_full.json.
 set -euo pipefail
 case " $* " in *" --help "* | *" -h "*)    # needs no environment
     sed -n '2,8s/^# //p' "${BASH_SOURCE[0]}"
@@ -15,4 +15,4 @@ esac
 data=digits
 [ -d ../shared/data/fashion-mnist ] && data=../shared/data/fashion-mnist
 exec "$python" studies/parity_full.py --data "$data" \
-    --json docs/internals/parity_full.json "$@"
+    --json studies/results/parity_full.json "$@"

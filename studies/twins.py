@@ -9,8 +9,9 @@
 Each name that gluoncv2 (MXNet) and pytorchcv (PyTorch) share is a pair of
 networks, written independently. `mgpu.parity.compare` takes both through the
 same steps of training. A pair runs in a process of its own, with a limit on
-memory and time; its result is appended to studies/twins.jsonl, and the table
-for readers, docs/internals/twins.md, is written from that file.
+memory and time; its result is appended to studies/results/twins.jsonl. From
+that file the summary docs/internals/twins.md and all tables, out/twins.md,
+are written.
 
     pip install gluoncv2==0.0.64 pytorchcv==0.0.67 psutil click tqdm
 """
@@ -49,11 +50,12 @@ import mgpu                     # noqa: E402
 import mgpu.functional as F     # noqa: E402
 from mgpu import parity         # noqa: E402
 
-RESULTS = HERE / "twins.jsonl"
+RESULTS = HERE / "results" / "twins.jsonl"
 #: what each pair costs at its own input size, which decides the order:
 #: `--plan` makes the file
 PLANS = HERE / "twins_plans.json"
 PAGE = HERE.parent / "docs" / "internals" / "twins.md"
+TABLES = HERE.parent / "out" / "twins.md"
 MISSING = ("the pairs come from two packages; one of them is missing. Run: "
            "pip install gluoncv2==0.0.64 pytorchcv==0.0.67")
 OPTIMIZER = {"learning_rate": 0.01, "momentum": 0.9, "wd": 1e-4}
@@ -802,7 +804,8 @@ def main():
     @click.option("--plan", "planning", is_flag=True,
                   help="Only find out what each pair costs.")
     @click.option("--report-only", is_flag=True,
-                  help="Compare nothing, write docs/internals/twins.md.")
+                  help="Compare nothing, write docs/internals/twins.md "
+                  "and out/twins.md.")
     @click.option("--worker", is_flag=True, hidden=True)
     @click.argument("names", nargs=-1)
     def command(pairs, families, limit, devices, jobs, step_limit,
@@ -933,9 +936,18 @@ def table(records, found):
     return lines
 
 
+def causes(records):
+    """{cause: its pairs}, the most frequent first."""
+    by_cause = collections.defaultdict(set)
+    for (name, _), r in sorted(records.items()):
+        for text in filter(None, r.get("remedy", "").split("; ")):
+            by_cause[text].add(name)
+    return dict(sorted(by_cause.items(), key=lambda item: -len(item[1])))
+
+
 def page(records, total=(0, 0)):
-    """The contents of docs/internals/twins.md; `total`: how many pairs and
-    families exist."""
+    """The contents of docs/internals/twins.md, the summary; `total`: how many
+    pairs and families exist."""
     found = verdicts(records)
     families = {r["family"] for r in records.values() if "family" in r}
     count = collections.Counter(v for v, _ in found.values())
@@ -956,89 +968,95 @@ def page(records, total=(0, 0)):
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "?"
-    reduced = sorted({n for (n, _), r in records.items()
-                      if not r.get("own_size", True)})
-    by_cause = collections.defaultdict(set)
-    for (name, _), r in records.items():
-        for text in filter(None, r.get("remedy", "").split("; ")):
-            by_cause[text].add(name)
-    engine = {n for text in (SLOPES, RESIZE) for n in by_cause[text]}
+    reduced = {n for (n, _), r in records.items()
+               if not r.get("own_size", True)}
+    by_cause = causes(records)
+    engine = {n for text in (SLOPES, RESIZE) for n in by_cause.get(text, ())}
     twin = {n for text, names in by_cause.items()
             if text not in (SLOPES, RESIZE) for n in names}
     twin |= {n for n, (v, _) in found.items() if v == "different"} - engine
     hours = sum(r.get("seconds", 0) for r in records.values()) / 3600
     lines = [
-        "# Networks that exist twice", "",
-        "*Written by `studies/twins.py` from `studies/twins.jsonl`.*",
-        "", f"**{len(found)} pairs of {len(families)} architecture families: "
+        "# Model pairs", "",
+        "*Written by `python -m studies.twins --report-only` from "
+        "`studies/results/twins.jsonl`. The command also writes "
+        "`out/twins.md`, a table of all comparisons.*", "",
+        f"**{len(found)} pairs of {len(families)} architecture families: "
         f"{count['same']} train the same, {count['different']} differ "
         f"({with_cause} with a known cause), {count['none']} got no "
         f"verdict.** {len(judged)} of {len(found)} pairs "
         f"({100 * len(judged) / max(1, len(found)):.1f} %) and "
         f"{len(judged_families)} of {len(families)} families have a verdict.",
-        "", f"Of those that differ, {len(twin)} are not the same network in "
-        f"the two packages; {len(engine - twin)} are, and MXNet computes a "
-        "part of them in float32 where PyTorch uses float64.",
-        "", f"Of the pairs that are the same, {tensors} tensors were "
-        f"compared; the largest relative difference that the tolerance of "
-        f"1e-10 let pass is {worst:.1e}; {rounding} tensors are above it by "
-        "no more than what a change of the last bits does to MXNet's network "
-        "by itself (at most 16 times, [parity.md](parity.md)). "
-        + ("Compared in float32, with a tolerance of 1e-5, as they do not "
-           "run or do not fit in float64: " + ", ".join(single) + "."
-           if single else ""), "",
+        "", "| | |", "|---|---|",
+        f"| pairs whose two networks differ | {len(twin)} |",
+        "| pairs that differ because MXNet computes a part in float32 | "
+        f"{len(engine - twin)} |",
+        f"| tensors compared in pairs that are the same | {tensors} |",
+        "| largest relative difference within the tolerance of 1e-10 | "
+        f"{worst:.1e} |",
+        "| tensors above the tolerance, by no more than [rounding "
+        f"noise](parity.md) | {rounding} |",
+        "| pairs compared in float32, tolerance 1e-5 | "
+        f"{', '.join(single) or 'none'} |",
+        f"| pairs with a smaller input than their own | {len(reduced)} |", "",
         "## Method", "",
-        "gluoncv2 (MXNet) and pytorchcv (PyTorch) are two collections of "
-        "networks, each written in its framework by hand. A name that both "
-        "have is a pair; a family is the module that an architecture is "
-        f"written in. There are {total[0]} pairs of {total[1]} families, "
-        "some apart only in the number of classes; run were the cheapest of "
-        "each family, then more by their cost. No pretrained weights are "
-        "used.", "",
-        "Each pair goes through `mgpu.parity.compare`: float64, lock-step, "
-        "plain SGD with momentum 0.9, rate 0.01 and weight decay 1e-4; 3 "
-        "steps on 2 logical devices and 1 step on 1 (the largest: on 1 "
-        "only). Weights are drawn once (MSRA, in NumPy) and given to both. "
-        "In each step the outputs, the "
-        "loss of each row, all gradients, all updated weights, momenta and "
-        "running statistics are compared. The parameters are matched without "
-        "help: the column says how.", "",
-        "Inputs are normal random numbers of the network's own input size, 4 "
-        "rows (2 on each device), or 2 rows where a step would otherwise be "
-        "slow. Marked *(reduced)*: a smaller input, for "
-        f"{len(reduced)} pairs whose own size takes long on a small machine "
-        "(`--budget` sets the limit); the window of a last average pooling "
-        "is then fitted to the smaller map, in both networks. "
-        "Classifiers have softmax cross-entropy; others (segmentation, pose, "
-        "detection, several heads) the mean of `w * y * y` over all outputs, "
-        "with fixed weights `w`.", "",
-        "The numbers are the worst relative difference of each stage over "
-        "all tensors and steps. A pair whose gradients are all zero has no "
-        "verdict: dead networks agree.", "",
+        "- gluoncv2 (MXNet) and pytorchcv (PyTorch) implement the same "
+        "networks by hand. A name in both packages is a pair. A family is "
+        "the module of an architecture. There are "
+        f"{total[0]} pairs of {total[1]} families, some apart only in the "
+        "number of classes. The cheapest pair of each family ran first, then "
+        "others by their cost.",
+        "- `mgpu.parity.compare` compares each pair: float64, lock-step, SGD "
+        "with momentum 0.9, rate 0.01 and weight decay 1e-4; 3 steps on 2 "
+        "logical devices and 1 step on 1 (the largest pairs: on 1 only).",
+        "- Both networks start from the same weights (MSRA, in NumPy, not "
+        "pretrained). Each step compares outputs, the loss of each example, "
+        "gradients, updated weights, momenta and running statistics.",
+        "- Inputs are normal random numbers: 4 examples (2 on each device), "
+        "or 2 where a step is slow. With a smaller input (`--budget`) the "
+        "window of a last average pooling shrinks too, in both networks.",
+        "- Classifiers use softmax cross-entropy, other networks the mean of "
+        "`w * y * y` over all outputs with fixed weights `w`.",
+        "- A pair without nonzero gradients gets no verdict.", "",
         f"Python {platform.python_version()}, " + ", ".join(
             f"{n} {v}" for n, v in versions.items())
-        + f"; {hours:.1f} hours of one process in all.", "",
-        "    pip install gluoncv2==0.0.64 pytorchcv==0.0.67 psutil",
-        "    python -m studies.twins --pairs resnet18",
-        "    python -m studies.twins --jobs 2     # all; resumes", ""]
+        + f"; {hours:.1f} hours of one process.", "", "```sh",
+        "pip install gluoncv2==0.0.64 pytorchcv==0.0.67 psutil",
+        "python -m studies.twins --pairs resnet18",
+        "python -m studies.twins --jobs 2       # all; resumes",
+        "python -m studies.twins --report-only  # this page, and out/twins.md",
+        "```", "", "## Causes", "",
+        "Each of these causes was tested: the torch network was changed in "
+        "this one respect and compared again, and the pair is the same.", ""]
+    lines += [f"{n}. {text}: {len(names)} pair{'s' * (len(names) > 1)}."
+              for n, (text, names) in enumerate(by_cause.items(), 1)]
+    other = sorted(n for n, (v, _) in found.items() if v == "different"
+                   and not any(n in names for names in by_cause.values()))
+    if other:
+        lines += ["", "These pairs were not changed and compared again:", ""]
+        lines += [f"- {name}: {found[name][1] or 'cause unknown'}"
+                  for name in other]
+    return "\n".join(lines) + "\n"
+
+
+def tables(records):
+    """All pairs, in Markdown."""
+    found = verdicts(records)
+    numbers = {text: n for n, text in enumerate(causes(records), 1)}
+    lines = ["# Model pairs: all comparisons", "",
+             "The numbers are the worst relative difference of each stage "
+             "over all tensors and steps.", ""]
     differ = sorted(n for n, (v, _) in found.items() if v == "different")
     if differ:
         lines += [
             "## Pairs that differ", "",
-            "Each cause was put to the test: the torch network was changed "
-            "in this one respect, and the pair compared again: then it is "
-            "the same. The column *then* is the worst relative difference "
-            "of that run (over 1e-10: no more than the pair's own rounding, "
-            "or a float32 product that rounds the other way).", ""]
-        numbers = {}
-        for text in sorted(by_cause, key=lambda t: -len(by_cause[t])):
-            if by_cause[text]:
-                numbers[text] = len(numbers) + 1
-                lines.append(f"{numbers[text]}. {text}: "
-                             f"{len(by_cause[text])} pair"
-                             + "s" * (len(by_cause[text]) > 1) + ".")
-        lines += ["", "| pair | first difference | cause | then |",
-                  "|---|---|---|--:|"]
+            "The column *then* is the worst relative difference after the "
+            "change that the cause names (above 1e-10: no more than the "
+            "rounding noise of the pair, or a float32 product that rounds "
+            "the other way). The numbers of causes are those of "
+            "docs/internals/twins.md.", "",
+            "| pair | first difference | cause | then |",
+            "|---|---|---|--:|"]
         for name in differ:
             those = [r for k, r in sorted(records.items()) if k[0] == name]
             first = next((r["first"] for r in those if r.get("first")), "")
@@ -1065,6 +1083,8 @@ def report():
     if records:
         families = {family for family, *_ in catalogue().values()}
         PAGE.write_text(page(records, (len(catalogue()), len(families))))
+        TABLES.parent.mkdir(exist_ok=True)
+        TABLES.write_text(tables(records))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The table of docs/guide/habits.md: each cell of mgpu's is run on both
-backends, and works or is refused by name."""
+"""The tables of docs/guide/habits.md: the case of each row is run on both
+backends, and works or raises an error that names what to use."""
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -31,15 +32,26 @@ EarlyStopping Checkpoint LearningRateLog EMA accumulate clip_norm save load
 """.split()
 
 
+class Row(NamedTuple):
+    name: str               # Gluon's or PyTorch's
+    ours: str
+    backends: str
+    meaning: str
+    code: str               # the row's case, from the block below the table
+
+
 def rows(text):
-    """(ours, backends, meaning) of each row that has a cell of mgpu's."""
+    """The rows of all tables, each with its case."""
     found = []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if line.startswith("|") and len(cells) == 4 \
-                and re.fullmatch("`[^`]+`", cells[1]):
-            found.append((cells[1].strip("`"), cells[2],
-                          cells[3].rstrip(" |")))
+    for table, block in re.findall(
+            r"((?:^\|[^\n]*\n)+)\n```python\n(.*?)```$", text, re.M | re.S):
+        cells = [line[2:-2].split(" | ")
+                 for line in table.splitlines()[2:]]
+        cases = re.findall(r"^# (.*)\n((?:(?!# ).*\n)*)", block, re.M)
+        assert [row[0].replace("`", "") for row in cells] == [
+            name for name, _ in cases]
+        found += [Row(*row, code) for row, (_, code) in zip(
+            cells, cases, strict=True)]
     return found
 
 
@@ -55,13 +67,13 @@ def network(engine):
 
 
 def space(engine, folder):
-    """What the cells may name."""
+    """What the cases may name."""
     net, devices = network(engine), mgpu.list_devices(2)
     replicas = mgpu.initialize(net, devices, "xavier", force_reinit=True)
     X = np.arange(24, dtype="float32").reshape(6, 4) / 24
     y = np.array([0, 1, 2, 0, 1, 2])
     shards, labels = mgpu.split_batch(X, y, devices)
-    return {"__name__": "cells", "mgpu": mgpu, "mx": mx, "torch": torch,
+    return {"__name__": "cases", "mgpu": mgpu, "mx": mx, "torch": torch,
             "net": net,
             "new": network(engine), "replicas": replicas, "X": X, "y": y,
             "trainer": mgpu.Trainer(replicas, "sgd"), "devices": devices,
@@ -73,38 +85,29 @@ def space(engine, folder):
             "file": str(folder / "file")}
 
 
-def run(cell, names):
-    """The cell's last expression."""
-    *first, last = cell.split("; ")
-    for statement in first:
-        exec(statement, names)
-    return eval(last, names)
-
-
 @pytest.mark.parametrize("engine", BACKENDS)
-@pytest.mark.parametrize(("cell", "engines", "meaning"), TABLE,
-                         ids=[cell for cell, *_ in TABLE])
-def test_a_word_works_or_is_refused_by_name(cell, engines, meaning, engine,
-                                            tmp_path):
+@pytest.mark.parametrize("row", TABLE, ids=[row.name for row in TABLE])
+def test_a_word_works_or_is_refused_by_name(row, engine, tmp_path):
     with mgpu.using_backend(engine):
         names = space(engine, tmp_path)
         before = names["replicas"].export_numpy()
-        refused = "Refused" in meaning
-        if refused or engines not in ("both", engine):
+        refused = row.ours == "raises"
+        if refused or row.backends not in ("both", engine):
             with pytest.raises((TypeError, ValueError, RuntimeError,
                                 AttributeError, NotImplementedError)
                                ) as error:
-                run(cell, names)
+                exec(row.code, names)
             text = str(error.value)
             assert text
-            for word in re.findall("`([^`]+)`", meaning) if refused else ():
+            for word in re.findall("`([^`]+)`", row.meaning) if refused \
+                    else ():
                 assert word in text
                 assert ". " in text and text.endswith("."), text
             after = names["replicas"].export_numpy()
             for name, values in before.items():
                 assert np.array_equal(values, after[name])
         else:
-            run(cell, names)
+            exec(row.code, names)
 
 
 def test_each_word_has_a_row():
@@ -112,4 +115,7 @@ def test_each_word_has_a_row():
     text = PAGE.read_text(encoding="utf-8")
     assert [word for word in WORDS if word not in text] == []
     assert len(TABLE) == len(re.findall(r"^\| .* \| .* \|$", text, re.M)) - 3
-    assert {engines for _, engines, _ in TABLE} <= {"both", "mxnet", "torch"}
+    assert {row.backends for row in TABLE} <= {"both", "mxnet", "torch"}
+    assert all(row.code.strip() for row in TABLE)
+    # a row that raises says what to use
+    assert all("`" in row.meaning for row in TABLE if row.ours == "raises")

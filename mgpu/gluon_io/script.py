@@ -25,7 +25,7 @@ class Line(NamedTuple):
     topic : str
         What it is about, unique.
     gluon, mgpu, torch : str
-        The line in Gluon, in mgpu on either engine, in plain PyTorch, in
+        The line in Gluon, in mgpu on either backend, in plain PyTorch, in
         Markdown. The first code of `gluon` is the pattern.
     names : tuple of str
         What a script calls it: full names (``mxnet.gluon.Trainer``; one that

@@ -79,6 +79,7 @@ def test_the_page():
             "differ (1 with a known cause), 2 got no verdict.**") in page
     assert "3 of 5 pairs (60.0 %) and 2 of 4 families" in page
     assert "1. a float32: 1 pair." in page
+    page = twins.tables(records)
     assert "| wide1 | step 1, a \\| b | 1 | 1e-13 |" in page
     assert "| slow1 | time: over 9 s |" in page
     assert "| dead1 | all gradients are zero" in page
@@ -147,7 +148,7 @@ def plain_step(catalogue, name, change=lambda net: None, rows=4):
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_is_called_the_same_is_so_without_mgpu(catalogue, name):
     said = [json.loads(line) for line in
-            _PATH.with_name("twins.jsonl").read_text().splitlines()]
+            twins.RESULTS.read_text().splitlines()]
     assert {r["verdict"] for r in said if r["pair"] == name} == {"same"}
     apart = plain_step(catalogue, name)
     assert max(apart.values()) < 1e-11, apart
