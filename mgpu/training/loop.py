@@ -436,7 +436,8 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     device : device, optional
         Evaluate only there (default: on all devices).
     progress : bool
-        Draw a progress bar, where tqdm is installed.
+        Draw a progress bar, where tqdm is installed and standard error is a
+        terminal or a notebook.
     animator : mgpu.d2l.Animator, optional
     prefetch, max_inflight : int
         Batches drawn ahead, and steps queued: see `train_epochs`.

@@ -1,4 +1,5 @@
 """Checks that arguments of many functions share."""
+import inspect
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping
@@ -119,6 +120,16 @@ def by_name(name: str, value: Any) -> Mapping[str, Any]:
         raise TypeError(f"{name} must be a dict with names as keys; received "
                         f"{type(value).__name__}: {value!r:.60}.")
     return value
+
+
+def described(thing: Any) -> str:
+    """``Class(option=value, ...)``: the options of the constructor, which are
+    attributes of the same names, or of these behind an underscore."""
+    found = {name: getattr(thing, name, getattr(thing, f"_{name}", thing))
+             for name in inspect.signature(type(thing)).parameters}
+    options = ", ".join(f"{name}={value!r}" for name, value in found.items()
+                        if value is not thing)
+    return f"{type(thing).__name__}({options})"
 
 
 class Hints:
