@@ -58,6 +58,25 @@ class Device(NamedTuple):
     def __repr__(self) -> str:
         return f"{self.kind}({self.index})"
 
+    @property
+    def device_type(self) -> str:
+        """`kind`, as MXNet's contexts call it, which takes a device for
+        one."""
+        return self.kind
+
+    @property
+    def device_typeid(self) -> int:
+        """MXNet's number of `kind`."""
+        return {"cpu": 1, "gpu": 2}[self.kind]
+
+    @property
+    def device_id(self) -> int:
+        """`index`, as MXNet calls it."""
+        return self.index
+
+    def __hash__(self) -> int:      # that of the context that it equals
+        return hash((self.device_typeid, self.index))
+
 
 #: values of `Spec.kind`: running statistics, and all without a gradient
 STATISTICS = ("running_mean", "running_var")

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.checkpoints import extra_states
+from mgpu.checkpoints import extra_states, weight_files
 from mgpu.training.replicas import Replicas
 from mgpu.training.trainer import Trainer
 from mgpu.utils.arguments import described, integer, number, one_of
@@ -382,7 +382,7 @@ class Checkpoint(_Monitor):
 
     def fit(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
         super().fit(replicas, evaluates, saves)
-        check_file(self._path)
+        weight_files.check_ending(check_file(self._path))
 
     def on_epoch(self, event: Event) -> None:
         if self._improves(event.history):

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends._allocator import keep_freed_memory
+from mgpu.backends.base import Device
 
 #: whether MXNet was imported before mgpu could choose its OpenMP threads
 IMPORTED_EARLIER = "mxnet" in sys.modules
@@ -82,7 +83,37 @@ def _load() -> types.ModuleType:
             os.environ.setdefault(name, value)
         # The first operation: the engine reads its settings now.
         mxnet.nd.zeros((1,)).wait_to_read()
+    _take_devices(mxnet)
+    _refuse_initializers(mxnet)
     return mxnet
+
+
+def _take_devices(mxnet: Any) -> None:
+    """Let MXNet take mgpu's devices where it takes its own contexts: they
+    have the same attributes, but it asks for the class."""
+    def is_instance(cls: type, x: Any) -> bool:
+        return type.__instancecheck__(cls, x) \
+            or cls is mxnet.Context and isinstance(x, Device)
+    metaclass: Any = type(mxnet.Context)
+    metaclass.__instancecheck__ = is_instance
+
+
+def _refuse_initializers(mxnet: Any) -> None:
+    """Name the call to make where Gluon's ``net.initialize`` gets one of
+    mgpu's initializers, which MXNet cannot call."""
+    own = mxnet.gluon.Parameter.initialize
+
+    @functools.wraps(own)
+    def initialize(*args: Any, **named: Any) -> None:
+        for one in (*args, *named.values()):
+            if type(one).__module__ == "mgpu.nn.initializers":
+                raise TypeError(
+                    "Gluon's initialize takes initializers of MXNet's; got "
+                    f"mgpu's {one!r}. Call replicas = mgpu.initialize(net, "
+                    "devices, init), or with mgpu.compat.mxnet net = "
+                    "mx.initialize(net, init, ctx).")
+        own(*args, **named)
+    mxnet.gluon.Parameter.initialize = initialize
 
 
 _EngineFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
