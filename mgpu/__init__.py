@@ -11,7 +11,7 @@ import importlib as _importlib
 import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from mgpu.utils.moved import OldPaths as _OldPaths
+from mgpu.utils.moved import HINTS as _HINTS, OldPaths as _OldPaths
 
 if _TYPE_CHECKING:
     from mgpu import parity, testing  # noqa: F401
@@ -25,6 +25,8 @@ _sys.meta_path.insert(0, _OldPaths())
 if not _TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         """A module of mgpu, or a public name of one."""
+        if f"mgpu.{name}" in _HINTS:
+            raise AttributeError(_HINTS[f"mgpu.{name}"])
         try:
             return _importlib.import_module(f"mgpu.{name}")
         except ModuleNotFoundError as error:

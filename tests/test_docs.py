@@ -32,7 +32,7 @@ PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *GUIDE]
 BLOCK = re.compile(r"(?:^<!-- (?:not run: ([^\n]+)|(numbers vary)) -->\n)?"
                    r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: blocks that cannot run in a test (a GPU, a download, minutes)
-MOST_NOT_RUN = 8
+MOST_NOT_RUN = 9
 
 
 class Block(NamedTuple):

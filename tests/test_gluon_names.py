@@ -7,6 +7,7 @@ formula (1e-6 where Gluon's kernel takes a rate that it has computed).
 import gc
 import itertools
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -927,8 +928,10 @@ def test_a_script_with_rows_has_the_step_of_one_array(backend, devices):
 
 
 def test_a_name_of_mxnet_without_a_meaning_names_the_word():
-    for thing, name in ((names.gluon, "nn"), (names.nd, "array"),
-                        (names, "np"), (names.metric, "RMSE")):
-        with pytest.raises(AttributeError, match=f"has no '{name}'. Networks "
-                           "are those of .*mgpu.put"):
-            getattr(thing, name)
+    for path in ("gluon.contrib", "nd.array", "np", "metric.RMSE"):
+        module, _, name = f"mgpu.compat.mxnet.{path}".rpartition(".")
+        text = f"has no '{path}'. Networks are those of .*mgpu.put"
+        with pytest.raises(AttributeError, match=text):
+            getattr(sys.modules[module], name)
+        with pytest.raises(ImportError, match=text):
+            exec(f"from {module} import {name}")

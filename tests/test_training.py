@@ -428,7 +428,7 @@ def test_evaluation_on_one_device(backend):
         replicas, [(X, y)], mgpu.cpu(1))
 
 
-def test_progress_bar(backend, capsys):
+def test_progress_bar(backend, capsys, monkeypatch):
     replicas, loss, trainer = set_up(backend, on(0))
     mgpu.train(replicas, batches(4, 4), None, loss, trainer, 3,
                progress=False)
@@ -438,10 +438,15 @@ def test_progress_bar(backend, capsys):
         def __iter__(self):
             return iter(batches(4, 4))
     for train_iter, total in ((batches(4, 4), "/6 "), (Endless(), "batch")):
+        # a file or a pipe gets no bar
+        mgpu.train(replicas, train_iter, None, loss, trainer, 3)
+        assert capsys.readouterr() == ("", "")
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
         mgpu.train(replicas, train_iter, batches(3), loss, trainer, 3)
         drawn = capsys.readouterr()
         assert "train" in drawn.err and total in drawn.err
         assert drawn.out == ""
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("epoch, step, window, bad", [

@@ -14,10 +14,27 @@ if TYPE_CHECKING:
 FORMAT = "mgpu weights 1"
 
 
+#: endings that name another format than safetensors
+_OTHER_FORMATS = (".bin", ".ckpt", ".h5", ".npy", ".npz", ".onnx", ".params",
+                  ".pkl", ".pt", ".pt2", ".pth")
+
+
+def check_ending(file: files.FilePath) -> None:
+    """Raise ValueError where the name of a file to write says that it has
+    another format than safetensors."""
+    if files.path_of(file).lower().endswith(_OTHER_FORMATS):
+        raise ValueError(
+            "Replicas.save writes a safetensors file; got "
+            f"{os.fspath(file)!r}. Use the ending .safetensors, or "
+            "replicas.save_parameters for Gluon's .params; for .pt and .pth "
+            "call torch.save(replicas.state_dict(), file).")
+
+
 def save(replicas: "Replicas", file: files.FilePath) -> None:
     """See `Replicas.save`."""
     world = replicas.span.world
     with world.guard():
+        check_ending(file)
         values = replicas.export_numpy()
         if world.is_main:
             files.write_arrays(file, {"format": FORMAT,

@@ -168,7 +168,7 @@ LINES = (
          "len(y)`; a data set: `mgpu.evaluate_accuracy_gpus(replicas, data)`",
          "`(y_hat.argmax(1) == y).float().mean()`", ("mxnet.metric.",)),
     Line("save weights", "`net.save_parameters(file)`",
-         "`np.savez(file, **replicas.export_numpy())`",
+         "`replicas.save_parameters(file)`",
          "`torch.save(net.state_dict(), file)`",
          (".save_parameters", ".save_params", "mxnet.model.save_checkpoint")),
     Line("save the network", "`net.export(prefix)`", "stays on MXNet; on "

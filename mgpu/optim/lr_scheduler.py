@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from mgpu.utils.arguments import integer, number, one_of
+from mgpu.utils.arguments import described, integer, number, one_of
 
 __all__ = ["LRScheduler", "FactorScheduler", "MultiFactorScheduler",
            "PolyScheduler", "CosineScheduler"]
@@ -63,6 +63,9 @@ class LRScheduler:
         self.warmup_final_lr = self.base_lr
         self.warmup_mode = one_of("warmup_mode", warmup_mode,
                                   ("linear", "constant"))
+
+    def __repr__(self) -> str:
+        return described(self)
 
     def get_warmup_lr(self, num_update: int) -> float:
         """The rate at an update before `warmup_steps`."""
@@ -230,6 +233,11 @@ class PolyScheduler(_Decay):
         super().__init__(max_update, base_lr, final_lr, warmup_steps,
                          warmup_begin_lr, warmup_mode)
         self.power = number("pwr", pwr, 0)
+
+    @property
+    def pwr(self) -> float:
+        """`power`, as the option is called."""
+        return self.power
 
     def curve(self, done: int) -> float:
         return (1 - done / self.max_steps) ** self.power

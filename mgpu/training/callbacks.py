@@ -16,6 +16,7 @@ NumPy's too), text, None, arrays, and lists, tuples and dicts of them; the
 second is a dict of NumPy arrays. What others keep begins anew.
 """
 import contextlib
+import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -23,14 +24,15 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.checkpoints import extra_states
+from mgpu.checkpoints import extra_states, weight_files
 from mgpu.training.replicas import Replicas
 from mgpu.training.trainer import Trainer
-from mgpu.utils.arguments import integer, number, one_of
-from mgpu.utils.files import FilePath, check_file, path_of
+from mgpu.utils.arguments import described, integer, number, one_of
+from mgpu.utils.files import (FilePath, check_file, check_folder, path_of,
+                              replacing)
 
-__all__ = ["EMA", "Checkpoint", "EarlyStopping", "Event", "LearningRateLog",
-           "each_step"]
+__all__ = ["CSVLogger", "EMA", "Checkpoint", "EarlyStopping", "Event",
+           "LearningRateLog", "TensorBoard", "each_step"]
 
 Values = dict[str, np.ndarray]
 State = tuple[Any, Mapping[str, np.ndarray]]
@@ -108,6 +110,9 @@ def _label(callback: Any) -> str:
 
 class _Lasting:
     """A callback of this module."""
+
+    def __repr__(self) -> str:
+        return described(self)
 
     def fit(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
         """Raise ValueError where it does not fit a training; nothing has
@@ -235,7 +240,7 @@ class _Monitor(_Lasting):
 
     def __init__(self, monitor: str | None, min_delta: float = 0.0) -> None:
         self._monitor = one_of("monitor", monitor, (*_MONITORS, None))
-        self._least = number("min_delta", min_delta, 0)
+        self._min_delta = number("min_delta", min_delta, 0)
 
     def fit(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
         if self._monitor == "test_acc" and not evaluates:
@@ -254,7 +259,7 @@ class _Monitor(_Lasting):
         value = getattr(history, self._monitor)[-1]
         sign = 1 if self._monitor == "test_acc" else -1
         better = value == value if self.best is None \
-            else sign * (value - self.best) > self._least
+            else sign * (value - self.best) > self._min_delta
         if better:
             self.best = value
         return better
@@ -310,14 +315,14 @@ class EarlyStopping(_Monitor):
                  min_delta: float = 0.0, restore_best: bool = False) -> None:
         super().__init__(one_of("monitor", monitor, _MONITORS), min_delta)
         self._patience = integer("patience", patience, 1)
-        self._restores = bool(restore_best)
-        self._options = f"({monitor!r}, restore_best={self._restores})"
+        self._restore_best = bool(restore_best)
+        self._options = f"({monitor!r}, restore_best={self._restore_best})"
         self._values: Values = {}
         self.waited, self.stopped = 0, False
 
     def fit(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
         super().fit(replicas, evaluates, saves)
-        if self._restores and saves and replicas.span.wide:
+        if self._restore_best and saves and replicas.span.wide:
             raise ValueError(
                 "a checkpoint of several processes holds no best weights; "
                 "received restore_best=True with checkpoint_dir. Use "
@@ -330,7 +335,7 @@ class EarlyStopping(_Monitor):
     def on_epoch(self, event: Event) -> None:
         if self._improves(event.history):
             self.waited = 0
-            if self._restores:
+            if self._restore_best:
                 self._values = _values_of(event.replicas)
         else:
             self.waited += 1
@@ -377,7 +382,7 @@ class Checkpoint(_Monitor):
 
     def fit(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
         super().fit(replicas, evaluates, saves)
-        check_file(self._path)
+        weight_files.check_ending(check_file(self._path))
 
     def on_epoch(self, event: Event) -> None:
         if self._improves(event.history):
@@ -390,7 +395,7 @@ class Checkpoint(_Monitor):
         self.best = state[0]
 
 
-class LearningRateLog:
+class LearningRateLog(_Lasting):
     """The learning rate of each step.
 
     Attributes
@@ -409,6 +414,147 @@ class LearningRateLog:
 
     def restore(self, state: State) -> None:
         self.rates = list(state[0])
+
+
+class CSVLogger(_Lasting):
+    """Writes a table of the training: one line for each epoch.
+
+    After each epoch the file is replaced, so a program that is killed leaves
+    a whole one. In a training that is resumed (`checkpoint_dir` of `train`)
+    it has the epochs before the stop too. Of several processes rank 0
+    writes.
+
+    Columns: ``epoch``, ``step`` (steps so far), ``learning_rate`` (of the
+    last step of the epoch), and of `History` ``train_loss``, ``test_acc``
+    (empty without test data), ``seconds`` and ``images_per_second``.
+
+    Parameters
+    ----------
+    file : path
+        Replaced if it exists.
+
+    Raises
+    ------
+    FileNotFoundError, IsADirectoryError
+        In `train`, before the first step: its folder does not exist, or it
+        is a folder.
+    """
+
+    def __init__(self, file: FilePath) -> None:
+        self._file, self._evaluates = path_of(file), False
+        self._rows: list[tuple[float | None, ...]] = []
+
+    def fit(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
+        self._evaluates = evaluates
+        if replicas.span.world.is_main:
+            check_folder(check_file(self._file), "a CSVLogger")
+
+    def begin(self, replicas: Replicas) -> None:
+        self._rows = []
+
+    def on_epoch(self, event: Event) -> None:
+        history = event.history
+        self._rows.append((
+            event.epoch, event.step, event.learning_rate,
+            history.train_loss[-1],
+            history.test_acc[-1] if self._evaluates else None,
+            history.seconds[-1], history.images_per_second[-1]))
+        if event.replicas.span.world.is_main:
+            with replacing(self._file) as part:
+                part.write(_COLUMNS)
+                part.writelines(",".join(
+                    "" if x is None else repr(x) for x in row) + "\n"
+                    for row in self._rows)
+
+    def state(self) -> State:
+        return self._rows, {}
+
+    def restore(self, state: State) -> None:
+        self._rows = list(state[0])
+
+
+#: the first line of the file of `CSVLogger`
+_COLUMNS = ("epoch,step,learning_rate,train_loss,test_acc,seconds,"
+            "images_per_second\n")
+
+
+def _summary_writer() -> Any:
+    """The class that writes the files of TensorBoard."""
+    for name in _WRITERS:
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(name).SummaryWriter
+    raise ImportError(
+        "mgpu.callbacks.TensorBoard needs the package tensorboard (with "
+        "PyTorch) or tensorboardX. Run pip install tensorboardX.")
+
+
+_WRITERS = ("tensorboardX", "torch.utils.tensorboard")
+
+
+class TensorBoard(_Lasting):
+    """Writes a training for TensorBoard: ``tensorboard --logdir folder``.
+
+    Scalars, by the number of the step: ``loss_per_step``; with each epoch
+    ``train_loss``, ``test_acc`` (with test data) and ``learning_rate``. The
+    loss of a step is written when `History` has it, which waits for nothing:
+    in several processes at the end of the epoch, when it is that of all. Of
+    several processes rank 0 writes. In a training that is resumed TensorBoard
+    hides what was written of steps after the checkpoint.
+
+    Parameters
+    ----------
+    folder : path
+        Made if it does not exist; one for each run.
+
+    Raises
+    ------
+    ImportError
+        Neither tensorboardX nor PyTorch's writer (package tensorboard) is
+        installed.
+    """
+
+    def __init__(self, folder: FilePath) -> None:
+        self._folder = path_of(folder)
+        _summary_writer()
+        self._writer: Any = None
+        self._written = 0       # steps
+
+    def begin(self, replicas: Replicas) -> None:
+        self._writer = None
+
+    def on_step(self, event: Event) -> None:
+        if not event.replicas.span.world.is_main:
+            return
+        if self._writer is None:
+            self._written = event.step - 1
+            self._writer = _summary_writer()(
+                self._folder, purge_step=event.step, flush_secs=10)
+        if not event.replicas.span.wide:
+            self._write_steps(event)
+
+    def _write_steps(self, event: Event) -> None:
+        losses = event.history.loss_per_step
+        for step in range(self._written, len(losses)):
+            self._writer.add_scalar("loss_per_step", losses[step], step + 1)
+        self._written = max(self._written, len(losses))
+
+    def on_epoch(self, event: Event) -> None:
+        if self._writer is None:
+            return
+        self._write_steps(event)
+        history = event.history
+        for name, values in (("train_loss", history.train_loss),
+                             ("test_acc", history.test_acc),
+                             ("learning_rate", [event.learning_rate])):
+            if values:
+                self._writer.add_scalar(name, values[-1], event.step)
+        self._writer.flush()
+
+    def on_end(self, event: Event) -> None:
+        if self._writer is not None:
+            self._write_steps(event)
+            self._writer.close()
+            self._writer = None
 
 
 class EMA(_Lasting):

@@ -8,8 +8,12 @@ from mgpu.backends import backend_for
 from mgpu.backends.device import as_devices
 from mgpu.data.examples import BatchSplit
 from mgpu.nn.batch_norm import Meeting, SyncBatchNorm
+from mgpu.utils.arguments import hinting
 
 
+@hinting(device_ids="devices=mgpu.list_devices(2), or mgpu.gpu(i) for each i",
+         output_device="the first of devices, which joins the outputs",
+         dim="batch_axis", ctx="devices")
 def DataParallel(net: Any, devices: Sequence[Any], *,
                  batch_norm: str = "per_device",
                  batch_axis: int | Mapping[str, Any] = 0,

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from mgpu.utils import notebook
+from mgpu.utils.files import FilePath
 
 
 @dataclass
@@ -33,12 +34,40 @@ class History:
     images_per_second: list[float] = field(default_factory=list)
     loss_per_step: list[float] = field(default_factory=list)
 
+    def to_dict(self) -> dict[str, list[Any]]:
+        """Copies of the lists by name: fit for JSON and for pandas."""
+        return {name: list(x) for name, x in vars(self).items()}
+
+    def plot(self, file: FilePath | None = None) -> Any:
+        """Draw the loss of each step, and the means and the test accuracy of
+        each epoch: `mgpu.tools.plotting.plot_history`.
+
+        Parameters
+        ----------
+        file : path, optional
+            ``.png`` or ``.svg``. None: show the figure in a notebook.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+
+        Raises
+        ------
+        ValueError
+            No step was trained, or `file` has another ending.
+        FileNotFoundError
+            The folder of `file` does not exist.
+        ImportError
+            Matplotlib is not installed.
+        """
+        from mgpu.tools.plotting import plot_history
+        return plot_history(self.to_dict(), file)
+
     def of_epochs(self, count: int) -> dict[str, list[Any]]:
         """The lists by name, those of epochs with `count` entries: fit for
         JSON."""
-        every = {name: list(x) for name, x in vars(self).items()}
         return {name: x if name in ("devices", "loss_per_step")
-                else x[:count] for name, x in every.items()}
+                else x[:count] for name, x in self.to_dict().items()}
 
     def take(self, lists: Mapping[str, list[Any]]) -> None:
         """Go on from `of_epochs` of an earlier run."""

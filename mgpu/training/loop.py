@@ -35,7 +35,7 @@ from mgpu.training.replicas import Replicas
 from mgpu.training.step import Loss, check_loss, is_number, train_batches
 from mgpu.training.stopping import Stop, Stopped
 from mgpu.training.trainer import Trainer, check_pair
-from mgpu.utils.arguments import batches as as_batches, integer
+from mgpu.utils.arguments import batches as as_batches, hinting, integer
 from mgpu.utils.files import FilePath
 from mgpu.utils.tensor_files import digest_of
 
@@ -402,6 +402,12 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
                 max_inflight=max_inflight).run()
 
 
+@hinting(epochs="num_epochs", max_epochs="num_epochs",
+         n_epochs="num_epochs", epoch="num_epochs",
+         val_iter="test_iter", valid_iter="test_iter",
+         batch_size="batches of that size in train_iter",
+         optimizer="trainer=mgpu.Trainer(replicas, optimizer)",
+         verbose="progress")
 def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
           test_iter: Iterable[tuple[Any, Any]] | None, loss: Loss,
           trainer: Trainer, num_epochs: int, *,
@@ -436,7 +442,8 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     device : device, optional
         Evaluate only there (default: on all devices).
     progress : bool
-        Draw a progress bar, where tqdm is installed.
+        Draw a progress bar, where tqdm is installed and standard error is a
+        terminal or a notebook.
     animator : mgpu.d2l.Animator, optional
     prefetch, max_inflight : int
         Batches drawn ahead, and steps queued: see `train_epochs`.

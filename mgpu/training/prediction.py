@@ -48,7 +48,7 @@ def predict(replicas: "Replicas", X: Any, batch_size: int | None = None,
     first: tuple[Any, Any] | None = None
     with using_backend(replicas.backend.name) as backend, \
             backend.scope(recording=False, training=False):
-        for batch in _batches(X, batch_size):
+        for batch in _batches(X, batch_size, replicas.network.inputs):
             rows = sorted(set(row_counts(batch)))
             if rows == [0] and replicas.span.wide:
                 continue    # other processes have rows of this batch
@@ -82,8 +82,32 @@ def predict(replicas: "Replicas", X: Any, batch_size: int | None = None,
     return map_leaves(lambda _: next(joined), parts[0])
 
 
-def _batches(X: Any, batch_size: int | None) -> Iterator[Any]:
-    """What the network is called with, one after the other."""
+def _inputs(batch: Any, parameters: Callable[[], Any]) -> Any:
+    """A batch of a loader without its labels. ValueError where two arrays may
+    be (inputs, labels) or two inputs of a forward with these
+    `parameters`."""
+    if not isinstance(batch, (list, tuple)) or hasattr(batch, "_fields") \
+            or len(batch) != 2:
+        return batch
+    inputs, labels = batch
+    if labels is None or isinstance(inputs, (list, tuple, dict)):
+        return inputs
+    takes = [p for p in parameters() if p.kind is not p.VAR_KEYWORD]
+    if sum(p.default is p.empty and p.kind is not p.VAR_POSITIONAL
+           for p in takes) > 1:
+        return batch
+    if len(takes) == 1 and takes[0].kind is not takes[0].VAR_POSITIONAL:
+        return inputs
+    raise ValueError(
+        "a batch of two arrays is (inputs, labels) or two inputs; got one for "
+        f"forward({', '.join(map(str, takes))}), which may take both. Pass "
+        "batches (inputs, None), or ((first, second), None).")
+
+
+def _batches(X: Any, batch_size: int | None, parameters: Callable[[], Any]
+             ) -> Iterator[Any]:
+    """What the network is called with, one after the other; `parameters`:
+    those of its forward."""
     if isinstance(rounds := as_rounds(X), Rounds):
         X = rounds.inputs()
     rows = row_counts(X)
@@ -93,7 +117,8 @@ def _batches(X: Any, batch_size: int | None) -> Iterator[Any]:
                 "predict takes arrays, which batch_size cuts, or an iterable "
                 f"of batches as they are; received {type(X).__name__} and "
                 f"batch_size={batch_size}. Pass one or the other.")
-        yield from X
+        for batch in X:
+            yield _inputs(batch, parameters)
     elif batch_size is None or len(set(rows)) != 1:
         yield X
     else:

@@ -3,13 +3,19 @@ import sys
 from typing import Any
 
 from mgpu import distributed
+from mgpu.utils.notebook import in_notebook
+
+
+def _on_terminal() -> bool:
+    return sys.stderr is not None and not sys.stderr.closed \
+        and sys.stderr.isatty()
 
 
 class ProgressBar:
     """A bar on standard error; in a notebook, under the cell.
 
-    Use it in a ``with`` block. Without the package tqdm, or without a
-    standard error, nothing is drawn, because a bar is a comfort. With several
+    Use it in a ``with`` block. Without the package tqdm nothing is drawn, nor
+    where standard error is no terminal (a file, a pipe). With several
     processes (`mgpu.distributed`) rank 0 alone draws.
 
     Parameters
@@ -27,8 +33,8 @@ class ProgressBar:
     def __init__(self, shown: bool, description: str,
                  total: int | None = None, unit: str = "step") -> None:
         self._bar: Any = None
-        if shown and distributed.is_main() and sys.stderr is not None \
-                and not sys.stderr.closed:
+        if shown and distributed.is_main() and (_on_terminal()
+                                                or in_notebook()):
             try:
                 from tqdm.auto import tqdm
             except ImportError:

@@ -224,10 +224,10 @@ def _pass(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
         backward(scaled)
         replicas.end_pass()
     losses: list[Any] = [None] * len(devices)
-    if one:
-        losses[0] = values
-        return losses, 1
     with replicas.backend.scope(recording=False):
+        if one:
+            losses[0] = replicas.backend.ops.stop_gradient(values)
+            return losses, 1
         for i, end, size in zip(busy, running(sizes), sizes, strict=True):
             losses[i] = replicas.backend.ops.stop_gradient(
                 values[end - size:end])

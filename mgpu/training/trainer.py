@@ -24,7 +24,8 @@ from mgpu.training.parameters import Parameter
 from mgpu.training.replicas import Replicas, replicas_of
 from mgpu.training.step_agreement import StepAgreement
 from mgpu.utils import environment, probes
-from mgpu.utils.arguments import Hints, by_name, check_batch_size, finite
+from mgpu.utils.arguments import (Hints, by_name, check_batch_size, finite,
+                                  hinting)
 from mgpu.utils.files import FilePath
 
 __all__ = ["StaleGradientError", "Trainer", "TrainerStates",
@@ -127,6 +128,14 @@ class Trainer(Hints):
         **dict.fromkeys(("wd", "weight_decay"), "optimizer.wd, or wd_mult"),
         "param_groups": "set_learning_rate, or wd_mult and lr_mult"}
 
+    _internal = ("check_parts", "fit_states", "multipliers", "pending",
+                 "rule", "step_parts", "summed", "trains", "updates")
+
+    @hinting(**dict.fromkeys(
+        ("lr", "learning_rate", "momentum", "weight_decay", "wd", "betas"),
+        "the dict of options: Trainer(replicas, 'adam', "
+        "{'learning_rate': 0.001}), or Trainer(replicas, 'adam', "
+        "{'lr': 0.001}, semantics='torch') with PyTorch's names"))
     def __init__(self, replicas: Replicas,
                  optimizer: str | optim.Optimizer,
                  optimizer_params: Mapping[str, Any] | None = None,

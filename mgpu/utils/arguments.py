@@ -1,9 +1,11 @@
 """Checks that arguments of many functions share."""
+import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar, cast
 
 import numpy as np
 
@@ -121,11 +123,49 @@ def by_name(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
+def described(thing: Any) -> str:
+    """``Class(option=value, ...)``: the options of the constructor, which are
+    attributes of the same names, or of these behind an underscore."""
+    found = {name: getattr(thing, name, getattr(thing, f"_{name}", thing))
+             for name in inspect.signature(type(thing)).parameters}
+    options = ", ".join(f"{name}={value!r}" for name, value in found.items()
+                        if value is not thing)
+    return f"{type(thing).__name__}({options})"
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def hinting(**hints: str) -> Callable[[_Function], _Function]:
+    """Decorate a function so that a keyword of another framework raises a
+    TypeError with its hint: what to write."""
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs:
+                if name in hints:
+                    raise TypeError(
+                        f"{function.__qualname__.removesuffix('.__init__')}() "
+                        f"has no argument {name!r}. Use {hints[name]}.")
+            return function(*args, **kwargs)
+        return cast(_Function, call)
+    return decorate
+
+
 class Hints:
     """Says what mgpu calls instead where one asks for a framework's name."""
 
     #: by name: what to use
     _hints: ClassVar[Mapping[str, str]] = {}
+    #: public names that other modules of mgpu use, and users do not
+    _internal: ClassVar[Collection[str]] = ()
+
+    def __dir__(self) -> list[str]:
+        """What a user calls."""
+        return sorted(name for name in super().__dir__()
+                      if not name.startswith("_")
+                      and name not in self._internal)
+
     if not TYPE_CHECKING:
         def __getattr__(self, name):
             use = f". Use {self._hints[name]}." if name in self._hints else ""

@@ -28,6 +28,20 @@ _PATHS = {"mgpu.background": "mgpu.data.prefetching", **{
     for package, names in _PACKAGES.items() for name in names.split()}}
 
 
+#: by a name that users of other frameworks try: what to use
+HINTS = {f"mgpu.{name}": f"module 'mgpu' has no attribute {name!r}. Use {use}."
+         for name, use in {
+    "compile": "mgpu.initialize(net, devices, hybridize=True)",
+    "fit": "mgpu.train(replicas, train_iter, test_iter, loss, trainer, "
+        "num_epochs)",
+    "load": "replicas.load(file), or mgpu.load_checkpoint(file, replicas, "
+        "trainer)",
+    "predict": "replicas.predict(X)",
+    "save": "replicas.save(file), or mgpu.save_checkpoint(file, replicas, "
+        "trainer)",
+}.items()}
+
+
 def attributes_of(package: str, names: Mapping[str, str]
                   ) -> Callable[[str], Any]:
     """The ``__getattr__`` (PEP 562) of a package whose `names` are in these
@@ -42,10 +56,13 @@ def attributes_of(package: str, names: Mapping[str, str]
 
 class OldPaths(MetaPathFinder, Loader):
     """Imports a module under the path that it had in 0.2: the same module
-    object."""
+    object. ImportError for a name in `HINTS`: ``from mgpu import fit`` does
+    not show the AttributeError of ``mgpu.fit``."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None
                   ) -> ModuleSpec | None:
+        if name in HINTS:
+            raise ImportError(HINTS[name], name=name)
         old = next((old for old in (name, name.rpartition(".")[0])
                     if old in _PATHS), None)
         return ModuleSpec(name, self) if old else None

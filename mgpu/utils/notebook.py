@@ -1,4 +1,5 @@
 """How results look in a Jupyter notebook."""
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,3 +21,11 @@ def table(title: str, header: Sequence[str],
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     return (f"<p>{escape(title)}</p><table><thead><tr>{head}</tr></thead>"
             f"<tbody>{body}</tbody></table>{more}")
+
+
+def in_notebook() -> bool:
+    """Whether this code runs in a Jupyter kernel. IPython is not imported
+    for that: in a notebook it has been imported long before."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None

@@ -63,6 +63,17 @@ def test_large_and_small_arrays_are_summed_as_numpy_does(job):
         assert rank["small buckets"] == [7]
 
 
+def test_rank_0_writes_what_all_ranks_have_measured(job):
+    first, second = reports(job, "logs")
+    assert first["files"] == ["events", "log.csv"] and not second["files"]
+    history = first["history"]
+    assert first["steps"] == history["loss_per_step"] \
+        == second["history"]["loss_per_step"]
+    header, *rows = first["lines"]
+    assert [float(row[header.index("train_loss")]) for row in rows] \
+        == history["train_loss"]
+
+
 # -- what differs -------------------------------------------------------------
 
 #: the error of both ranks: its class and a part of its text; or of each

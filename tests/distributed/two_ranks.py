@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import mgpu
-from distributed import copies, differing, reduction, sync_faults
+from distributed import copies, differing, logs, reduction, sync_faults
 
 
 def main(backend, folder):
     mgpu.set_backend(backend)
     mgpu.distributed.init(timeout=30)
     rank = mgpu.distributed.rank()
-    for part in (copies, reduction, differing, sync_faults):
+    for part in (copies, reduction, logs, differing, sync_faults):
         name = part.__name__.rpartition(".")[2]
         (Path(folder) / f"{name}-{rank}.json").write_text(
             json.dumps(part.report(rank)))

@@ -82,7 +82,26 @@ def _load() -> types.ModuleType:
             os.environ.setdefault(name, value)
         # The first operation: the engine reads its settings now.
         mxnet.nd.zeros((1,)).wait_to_read()
+    _refuse_initializers(mxnet)
     return mxnet
+
+
+def _refuse_initializers(mxnet: Any) -> None:
+    """Name the call to make where Gluon's ``net.initialize`` gets one of
+    mgpu's initializers, which MXNet cannot call."""
+    own = mxnet.gluon.Parameter.initialize
+
+    @functools.wraps(own)
+    def initialize(*args: Any, **named: Any) -> None:
+        for one in (*args, *named.values()):
+            if type(one).__module__ == "mgpu.nn.initializers":
+                raise TypeError(
+                    "Gluon's initialize takes initializers of MXNet's; got "
+                    f"mgpu's {one!r}. Call replicas = mgpu.initialize(net, "
+                    "devices, init), or with mgpu.compat.mxnet net = "
+                    "mx.initialize(net, init, ctx).")
+        own(*args, **named)
+    mxnet.gluon.Parameter.initialize = initialize
 
 
 _EngineFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)

@@ -7,6 +7,7 @@ from mgpu import distributed
 from mgpu.tools.plotting import style
 from mgpu.tools.timing import number
 from mgpu.utils.files import FilePath
+from mgpu.utils.notebook import in_notebook
 
 
 def _items(x: Any) -> list[Any]:
@@ -170,7 +171,7 @@ class Animator:
                 line.set_marker("o" if len(x) <= 20 else "")
         self.axes.relim()
         self.axes.autoscale_view()
-        if style.in_notebook() and distributed.is_main():
+        if in_notebook() and distributed.is_main():
             self._shown = style.show(self.figure, self._shown)
         if self.file is not None and time.monotonic() - self._written >= 1:
             self.save()

@@ -1,17 +1,18 @@
 """Charts of finished trainings and of timings."""
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mgpu.tools.plotting import style
 from mgpu.utils.files import FilePath
+from mgpu.utils.notebook import in_notebook
 
 Rows = Sequence[dict[str, Any]]
 _Groups = dict[tuple[str, int], list[dict[str, Any]]]
 
 
-def _field(row: dict[str, Any], name: str, what: str) -> Any:
+def _field(row: Mapping[str, Any], name: str, what: str) -> Any:
     if name not in row:
         raise ValueError(f"{what} needs the field {name!r}; received one "
                          f"with {sorted(row)}.")
@@ -182,6 +183,55 @@ def _speed_bars(axes: Any, groups: _Groups, engines: Sequence[str],
              ylabel="images per second", xlim=(-0.6, len(counts) - 0.4))
     axes.margins(y=0.18 if crowded else 0.1)
     axes.grid(False, axis="x")
+
+
+# -- one training -----------------------------------------------------------
+
+def plot_history(history: Mapping[str, Any], file: FilePath | None = None
+                 ) -> Any:
+    """Draw one training: the loss of each step, the mean loss of each epoch,
+    and the test accuracy where there is one.
+
+    Parameters
+    ----------
+    history : mapping
+        `mgpu.History.to_dict`.
+    file : str or path, optional
+        ``.png`` (1800 pixels wide) or ``.svg``. None: the figure is shown in
+        a notebook, and only returned elsewhere.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Raises
+    ------
+    ValueError
+        No step, or `file` has another ending.
+    FileNotFoundError
+        The folder of `file` does not exist.
+    ImportError
+        Matplotlib is not installed.
+    """
+    path = None if file is None else style.checked_file(file)
+    steps, means, accuracies = (
+        _field(history, name, "a history")
+        for name in ("loss_per_step", "train_loss", "test_acc"))
+    if not steps:
+        raise ValueError("a plot needs a training step; got none.")
+    by_epoch = [(name, values) for name, values in (
+        ("training loss", means), ("test accuracy", accuracies)) if values]
+    figure, (axes, *others) = style.wide_figure(4.8, 1 + len(by_epoch))
+    axes.plot(range(1, len(steps) + 1), steps, color=style.BLUE, linewidth=1)
+    axes.set(xlabel="step", ylabel="training loss")
+    for panel, (name, values) in zip(others, by_epoch):
+        _curves(panel, [values], 1.6, {"color": style.BLUE})
+        _epoch_axes(panel, name)
+    if path is not None:
+        style.write_figure(figure, path)
+    elif in_notebook():
+        style.show(figure)
+    return figure
 
 
 # -- timings of the chapter on automatic parallelism ------------------------

@@ -4,6 +4,7 @@ from typing import Any
 
 from mgpu.tools.plotting import style
 from mgpu.utils.files import FilePath
+from mgpu.utils.notebook import in_notebook
 
 _FILLS = {"data and weights": "#ececec", "forward pass": "#cfe6f5",
           "backward pass": "#fbdcc4", "copy between devices": "#f9ecb8",
@@ -122,7 +123,7 @@ def plot_graph(file: FilePath | None = None) -> Any:
               "joins may run at the same time.", fontsize=11, **centred)
     if path is not None:
         style.write_figure(figure, path)
-    elif style.in_notebook():
+    elif in_notebook():
         style.show(figure)
     return figure
 

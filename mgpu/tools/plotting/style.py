@@ -1,6 +1,5 @@
 """What all figures have in common: colours, axes, and how they are written."""
 import io
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -130,14 +129,6 @@ def finished(figure: Any, path: Path, title: str | None) -> Any:
         figure.suptitle(title, color=INK, fontsize=13)
     write_figure(figure, path)
     return figure
-
-
-def in_notebook() -> bool:
-    """Whether this code runs in a Jupyter kernel. IPython is not imported
-    for that: in a notebook it has been imported long before."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
 
 
 def show(figure: Any, shown: Any = None) -> Any:

@@ -148,6 +148,14 @@ class Replicas(_OfNetwork, abc.Sequence):
         What the backend knows of `net`: its layers, for example.
     """
 
+    _internal = (
+        "after_step", "all_parameters", "carried", "check_complete",
+        "check_digests", "check_valid", "complete", "complete_values",
+        "compute_gradients", "count", "digest", "discard_gradients",
+        "end_pass", "fit_numpy", "grad_reqs", "index", "joined", "joint",
+        "kept_sums", "moved", "moved_by_rank", "network", "owned",
+        "pass_over", "run_one", "span", "told")
+
     def __init__(self, network: base.Network, backend: base.Backend,
                  devices: list[Device], batch_norm: str,
                  draw: Callable[[], Mapping[str, np.ndarray]], origin: str,
@@ -317,7 +325,9 @@ class Replicas(_OfNetwork, abc.Sequence):
         either backend and any number of devices, and other programs read it;
         they find one array more, "sha256". With
         several processes rank 0 writes, and all call it. Waits for pending
-        work. OSError as `mgpu.save_checkpoint`."""
+        work. OSError as `mgpu.save_checkpoint`; ValueError for an ending that
+        names another format, such as ``.pt``: use ``.safetensors``, or
+        `save_parameters` for Gluon's ``.params``."""
         weight_files.save(self, file)
 
     def load(self, file: FilePath) -> None:
@@ -424,9 +434,10 @@ class Replicas(_OfNetwork, abc.Sequence):
             What the network is called with, split over the devices: native
             or NumPy; of fewer rows than devices too. A tuple or list stands
             for several inputs; of a dict forward gets the entries that it
-            names, or the dict if it is one input. Anything else that can be
-            gone through gives batches of inputs, without labels (of a list of
-            batches, ``iter(batches)``).
+            names, or the dict if it is one input. Any other iterable is a
+            loader (of a list of batches, ``iter(batches)``). Its batches are
+            those of `train`, (inputs, labels), whose labels are not used; or
+            inputs alone. Two arrays are two inputs where forward needs two.
         batch_size : int, optional
             Rows of one pass over all devices, of arrays; by default all.
         device : device, optional
@@ -441,7 +452,8 @@ class Replicas(_OfNetwork, abc.Sequence):
         ------
         ValueError
             No rows; arrays of other numbers of rows; an output without a row
-            for each row of the input; a device that the network is not on.
+            for each row of the input; a device that the network is not on; a
+            batch of two arrays where the second input of forward is optional.
         TypeError
             Neither arrays nor an iterable; an iterable and `batch_size`; an
             array of the other framework.

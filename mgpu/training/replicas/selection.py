@@ -34,6 +34,11 @@ def replicas_of(parameters: Any) -> tuple[Replicas, frozenset[str] | None]:
                  parameters, (list, tuple, Iterator)) else [None]
     if not all(isinstance(x, Parameter) or given(x) is not None
                for x in every):
+        if hasattr(parameters, "forward"):
+            raise TypeError(
+                "a Trainer takes the Replicas of a network; got the network, "
+                f"a {type(parameters).__name__}. Call replicas = "
+                "mgpu.initialize(net, devices), then Trainer(replicas, ...).")
         raise TypeError(
             "a Trainer takes the Replicas that mgpu.initialize returns; "
             f"received {type(parameters).__name__}. Use Trainer(replicas, "
