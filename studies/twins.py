@@ -527,12 +527,12 @@ CORRECTIONS = {
     "dabnet": {_CORNERS.format("dabnet", 440, 538): _align_corners},
     "sinet": {_CORNERS.format("sinet", 791, 840): _align_corners,
               "softmax over the channels in pytorchcv/models/sinet.py:795, "
-              "over the columns of the picture in gluoncv2/models/sinet.py:"
+              "over the columns of the image in gluoncv2/models/sinet.py:"
               "850 (MXNet's default is the last axis)": _softmax_of_columns},
     "scnet": {
         "pytorchcv/models/scnet.py:77 takes the nearest value, gluoncv2/"
         "models/common.py:1439 (InterpolationBlock) interpolates as soon as "
-        "it is told a size": _bilinear},
+        "a size is given": _bilinear},
     "fractalnet_cifar": {
         "pytorchcv/models/fractalnet_cifar.py:58 drops whole channels "
         "(nn.Dropout2d), gluoncv2/models/fractalnet_cifar.py:65 single "
@@ -989,8 +989,8 @@ def page(records, total=(0, 0)):
            if single else ""), "",
         "## Method", "",
         "gluoncv2 (MXNet) and pytorchcv (PyTorch) are two collections of "
-        "networks, each written in its framework by hand. A name that both "
-        "have is a pair; a family is the module that an architecture is "
+        "networks, each written for its framework. A name in both "
+        "is a pair; a family is the module that an architecture is "
         f"written in. There are {total[0]} pairs of {total[1]} families, "
         "some apart only in the number of classes; run were the cheapest of "
         "each family, then more by their cost. No pretrained weights are "
@@ -998,10 +998,10 @@ def page(records, total=(0, 0)):
         "Each pair goes through `mgpu.parity.compare`: float64, lock-step, "
         "plain SGD with momentum 0.9, rate 0.01 and weight decay 1e-4; 3 "
         "steps on 2 logical devices and 1 step on 1 (the largest: on 1 "
-        "only). Weights are drawn once (MSRA, in NumPy) and given to both. "
-        "In each step the outputs, the "
-        "loss of each row, all gradients, all updated weights, momenta and "
-        "running statistics are compared. The parameters are matched without "
+        "only). Weights are initialized once (MSRA, in NumPy) for both. "
+        "In each step the outputs, the loss of each example, all gradients, "
+        "all updated weights, momenta and running statistics are compared. "
+        "The parameters are matched without "
         "help: the column says how.", "",
         "Inputs are normal random numbers of the network's own input size, 4 "
         "rows (2 on each device), or 2 rows where a step would otherwise be "

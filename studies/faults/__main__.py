@@ -1,10 +1,10 @@
-"""All cases: ``python -m studies.faults [N] [--backend B] [--engine E]
+"""All cases: ``python -m studies.faults [N] [--backend B] [--comm C]
 [--row R] [--restarts FILE] [--write]``; see scripts/faults.sh.
 
 Runs each case N times (default 1), a kill at another step each time, and
-prints for each row: runs, detected, hung, worst seconds. `--write` makes
-docs/reliability.md of it, with what `studies.faults.restarts` has printed into
-FILE. Exit status 1 where something was not as promised.
+prints for each row: runs, detected, hung, worst seconds. `--write` writes
+docs/reliability.md, with the output of `studies.faults.restarts` in FILE. Exit
+status 1 where a guarantee did not hold.
 """
 import argparse
 import importlib.metadata
@@ -28,7 +28,7 @@ RESTARTS = {
        "all ranks raise WorkerLost, the job is started again and ends with "
        "the same bits, and no process stays",
     8: "a process is killed in a step drawn at random, and the job is started "
-       "again; it goes on from a checkpoint, and ends with the same bits"}
+       "again; it resumes from a checkpoint and ends with the same bits"}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 
 
@@ -75,7 +75,7 @@ def main():
     parser = argparse.ArgumentParser(prog="faults")
     parser.add_argument("runs", nargs="?", type=int, default=1)
     parser.add_argument("--backend", action="append")
-    parser.add_argument("--engine", default="torch")
+    parser.add_argument("--comm", default="torch")
     parser.add_argument("--row", action="append", type=int)
     parser.add_argument("--restarts", type=Path)
     parser.add_argument("--write", action="store_true")
@@ -114,12 +114,12 @@ def everything(given, backend, folder, rows):
             if case.work == "train":
                 if key not in references:
                     references[key] = reference(
-                        backend, *key, given.engine, folder / f"{key}")
+                        backend, *key, given.comm, folder / f"{key}")
                 expected = references[key]
             case = moved(case, number)
-            if given.engine == "kvstore" and case.size > 2:
+            if given.comm == "kvstore" and case.size > 2:
                 case = replace(case, right=False)   # adds as parts arrive
-            outcome = driver.run(case, backend, given.engine, place,
+            outcome = driver.run(case, backend, given.comm, place,
                                  hosts.PROGRAM)
             found = driver.problems(case, outcome, expected, late=True)
             report(rows, case.row, f"{backend}, {case.name}", found,
@@ -142,7 +142,7 @@ def report(rows, row, name, found, seconds, ended):
                  None, None)
     print(f"{row:3} {name}: " + ("" if seconds is None else
                                  f"{seconds:.1f} s ")
-          + ("as promised" if not found else "; ".join(found)), flush=True)
+          + ("as guaranteed" if not found else "; ".join(found)), flush=True)
 
 
 def page(rows, backends, given):
@@ -166,11 +166,11 @@ def page(rows, backends, given):
             f"{x['worst seconds']:.1f} |" for x in restarted)
         or "| 6, 8 | not run | | | | | |", runs=given.runs,
         backends=" and ".join(backends),
-        engine=given.engine, cores=len(os.sched_getaffinity(0)),
+        comm=given.comm, cores=len(os.sched_getaffinity(0)),
         python=platform.python_version(), versions=versions,
         hosts=" and ".join(sorted(rows[9].notes)) or "not run",
-        wrong="Everything was as promised." if not wrong else
-        "Not as promised:\n\n" + "\n".join(f"- {x}" for x in wrong))
+        wrong="All runs were as guaranteed." if not wrong else
+        "Not as guaranteed:\n\n" + "\n".join(f"- {x}" for x in wrong))
 
 
 if __name__ == "__main__":

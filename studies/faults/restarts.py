@@ -1,6 +1,6 @@
 """Rows 6 and 8, many times: ``python -m studies.faults.restarts [N]`` runs
 each job of tests/faults/restarts.py N times (default 20) and prints a line of
-JSON for each combination of a backend and a backend, which ``python -m
+JSON for each backend and communication backend, which ``python -m
 studies.faults --restarts FILE`` puts into its page.
 """
 import json

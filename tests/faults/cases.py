@@ -27,12 +27,12 @@ CASES = [
 REFERENCE = Case(0, "reference", expect={0: None, 1: None}, limit=60)
 
 
-def reference(backend, size, devices, engine, folder):
+def reference(backend, size, devices, comm, folder):
     """The digests of a training without a fault, from before its first step
     on."""
     case = replace(REFERENCE, size=size, options={"devices": devices},
                    expect=dict.fromkeys(range(size)))
-    outcome = run(case, backend, engine, folder)
+    outcome = run(case, backend, comm, folder)
     found = problems(case, outcome, None)
     assert not found and len(set(map(tuple, outcome.steps))) == 1, (
         found, outcome.texts)

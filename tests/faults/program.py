@@ -29,11 +29,11 @@ class Rank:
         self.plan, self.rank = plan, int(os.environ.get("RANK", "0"))
         self.folder = Path(plan["folder"])
         # A KVStore adds up in no other.
-        self.dtype = "float32" if plan["engine"] == "kvstore" else "float64"
+        self.dtype = "float32" if plan["comm"] == "kvstore" else "float64"
         mgpu.set_backend(plan["backend"])
         self.backend = mgpu.get_backend()
         self.steps, self.replicas, self.trainers = [], None, []
-        self.told = {}
+        self.found = {}
 
     def write(self, name, value):
         file = self.folder / f"{name}-{self.rank}.json"
@@ -157,28 +157,28 @@ DEEDS = {
 
 
 def main(plan, kind=Rank):
-    told = kind(plan)
+    rank = kind(plan)
     ended = {"error": None}
     try:
         mgpu.distributed.init(timeout=plan["timeout"],
                               start_timeout=plan["start_timeout"],
-                              engine=plan["engine"])
+                              engine=plan["comm"])
         if plan["work"] == "train":
-            told.make()
-            told.write("begun", told.digest())
-            told.train()
+            rank.make()
+            rank.write("begun", rank.digest())
+            rank.train()
         else:
-            getattr(told, plan["work"])()
+            getattr(rank, plan["work"])()
     except BaseException as error:
         ended = {"error": type(error).__name__, "message": str(error),
                  "family": isinstance(error, mgpu.errors.MgpuError)}
         raise
     finally:
-        ended |= {"at": time.time(), "told": told.told, "skipped": sum(
-            t.skipped_steps for t in told.trainers)}
+        ended |= {"at": time.time(), "found": rank.found, "skipped": sum(
+            t.skipped_steps for t in rank.trainers)}
         with contextlib.suppress(Exception):
-            ended["digest"] = told.replicas and told.digest()
-        told.write("end", ended)
+            ended["digest"] = rank.replicas and rank.digest()
+        rank.write("end", ended)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def note(folder, what, who):
 
 # -- what starts it -----------------------------------------------------------
 
-def launch(folder, backend, engine, at=0, who="nobody", how="SIGKILL",
+def launch(folder, backend, comm, at=0, who="nobody", how="SIGKILL",
            restarts=2, seconds=600):
     """Exit status, seconds and output of a job."""
     folder.mkdir(parents=True)
@@ -81,7 +81,7 @@ def launch(folder, backend, engine, at=0, who="nobody", how="SIGKILL",
     begin = time.time()
     done = subprocess.run(
         [forked.python(), "-m", "mgpu", "launch", "-n", "2", "--backend",
-         backend, "--engine", engine,
+         backend, "--engine", comm,
          "--max-restarts", str(restarts), "--log-dir", folder / "logs",
          __file__, folder, str(at), who, how],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -104,15 +104,15 @@ def seconds_between(folder):
     return max(at["resumed"]) - min(at["lost"])
 
 
-def killed(backend, engine, runs, folder, draw):
+def killed(backend, comm, runs, folder, draw):
     """Each run loses one process at a random step."""
-    status, _, text = launch(folder / "whole", backend, engine)
+    status, _, text = launch(folder / "whole", backend, comm)
     assert status == 0, text
     expected, equal, seconds, wrong = bits(folder / "whole"), 0, [], []
     for number in range(runs):
         place = folder / f"killed-{number}"
         at, who = draw.randint(1, STEPS * EPOCHS), str(draw.randint(0, 1))
-        status, _, text = launch(place, backend, engine, at, who)
+        status, _, text = launch(place, backend, comm, at, who)
         if status or left(place) or not list(place.glob("resumed-*")):
             wrong.append(f"step {at}, rank {who}: status {status}: "
                          + text[-2000:])
