@@ -32,7 +32,8 @@ WORDS = {
     r"\bfirst weights\b|\bweights are drawn\b": "initial weights; initialized",
     r"\b(is|are|was|be|been) told\b|\btells? (whether|which|what|how|that)\b":
         "reports; shows; determines",
-    r"\bmeet(s|ing|ings)?\b|\bmet\b": "synchronize; all_gather; connect",
+    r"\bmeet(s|ing|ings)?\b|(?<!target )(?<!not )\bmet\b":
+        "synchronize; all_gather; connect",
     r"\bjudges?\b": "loss; check",
     r"\bvoid\b": "invalid",
     r"\bpictures?\b": "image",
