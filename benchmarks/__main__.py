@@ -52,7 +52,7 @@ def _races():
     first contender over that of the second; `stretch` is a higher target."""
     for model, batch in (("LeNet", LENET), ("ResNet-18", RESNET)):
         for backend, target in (("torch", 1.95 if model == "LeNet" else 1.9),
-                            ("mxnet", 1.85 if model == "LeNet" else 1.9)):
+                                ("mxnet", 1.85 if model == "LeNet" else 1.9)):
             yield (f"{model}, {backend}: 2 devices against 1",
                    ours(backend, 2, **batch), ours(backend, 1, **batch),
                    target, None)
@@ -261,9 +261,8 @@ def tiny_rows(selected, rounds):
                 by_k = {k: statistics.median(x) for k, x in found.items()}
                 most = found[max(by_k, key=by_k.get)]
                 return {"row": f"{name}: {what}", "target": target,
-                        "by_k": by_k,
-                        "ratio": max(by_k.values()), "low": min(most),
-                        "high": max(most), **common}
+                        "by_k": by_k, "ratio": max(by_k.values()),
+                        "low": min(most), "high": max(most), **common}
             first = worst("microseconds, the worst K", totals, 150)
             spread = sorted(max(lap) / min(lap)
                             for lap in zip(*totals.values()))

@@ -19,7 +19,7 @@ EXEMPT = ("CHANGELOG.md", "mgpu/parity/", "mgpu/gluon_io/",
           "tests/files/", "scripts/words.py")
 #: pattern -> the term
 WORDS = {
-    r"(?<!layout )(?<!mx\.)(?<!MXNet's )(?<!--)\bengines?\b(?! itself)":
+    r"(?<!layout )(?<!mx\.)(?<!MXNet's )(?<!--)\bengines?\b(?! itself|\.name)":
         "backend; for communication: communication backend",
     r"\b(optim|initial|normal|synchron|serial|regular|minim)is(e|ed|er|ers|"
     r"es|ing|ation)\b": "American spelling: -ize",
@@ -32,11 +32,10 @@ WORDS = {
     r"\bfirst weights\b|\bweights are drawn\b": "initial weights; initialized",
     r"\b(is|are|was|be|been) told\b|\btells? (whether|which|what|how|that)\b":
         "reports; shows; determines",
-    r"\bmeet(s|ing|ings)?\b|(?<!target )(?<!not )\bmet\b":
-        "synchronize; all_gather; connect",
+    r"\bmeet(s|ings?)?\b|(?<!not |get )\bmet\b": "all_gather; synchronize",
     r"\bjudges?\b": "loss; check",
     r"\bvoid\b": "invalid",
-    r"\bpictures?\b": "image",
+    r"\bpictures?\b(?!\.py)": "image",
     r"\bslips?\b": "bug",
     r"\bon trial\b": "covered",
     r"(?<![./])\b(twins?|departures?)\b(?!\.\w)": "model pairs; deviations",
@@ -51,25 +50,23 @@ WORDS = {
     r"\bnobody\b|\bsomebody\b|\banybody\b": "no caller; a noun",
     r"\bwords that you know\b": "API equivalents",
 }
-#: a code span; and a field of an f-string
-SPAN, FIELD = re.compile("`[^`]*`"), re.compile(r"\{[^{}\n]*\}")
+#: a code span, or a field of an f-string
+CODE = re.compile(r"`[^`]*`|\{[^{}]*\}")
 #: a string of names
 NAMES = re.compile(r"""[bfru]*["'][\w-]+(, \w+)*["']""", re.IGNORECASE)
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a document; of Python source the comments and strings."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".py":
-        for number, line in enumerate(text.splitlines(), 1):
-            yield number, SPAN.sub("", line)
-        return
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in (tokenize.COMMENT, tokenize.STRING) \
-                and not NAMES.fullmatch(token.string):
-            for number, line in enumerate(
-                    FIELD.sub("", token.string).splitlines(), token.start[0]):
-                yield number, SPAN.sub("", line)
+    parts = [(1, path.read_text(encoding="utf-8"))]
+    if path.suffix == ".py":
+        parts = [(token.start[0], token.string) for token in
+                 tokenize.generate_tokens(io.StringIO(parts[0][1]).readline)
+                 if token.type in (tokenize.COMMENT, tokenize.STRING)
+                 and not NAMES.fullmatch(token.string)]
+    for first, part in parts:
+        for number, line in enumerate(part.splitlines(), first):
+            yield number, CODE.sub("", line)
 
 
 def main(arguments: list[str]) -> int:

@@ -989,9 +989,9 @@ def page(records, total=(0, 0)):
            if single else ""), "",
         "## Method", "",
         "gluoncv2 (MXNet) and pytorchcv (PyTorch) are two collections of "
-        "networks, each written for its framework. A name in both "
-        "is a pair; a family is the module that an architecture is "
-        f"written in. There are {total[0]} pairs of {total[1]} families, "
+        "networks, each written for its framework. A name in both is a pair; "
+        "a family is the module that an architecture is written in. There "
+        f"are {total[0]} pairs of {total[1]} families, "
         "some apart only in the number of classes; run were the cheapest of "
         "each family, then more by their cost. No pretrained weights are "
         "used.", "",
@@ -1001,8 +1001,7 @@ def page(records, total=(0, 0)):
         "only). Weights are initialized once (MSRA, in NumPy) for both. "
         "In each step the outputs, the loss of each example, all gradients, "
         "all updated weights, momenta and running statistics are compared. "
-        "The parameters are matched without "
-        "help: the column says how.", "",
+        "The parameters are matched without help: the column says how.", "",
         "Inputs are normal random numbers of the network's own input size, 4 "
         "rows (2 on each device), or 2 rows where a step would otherwise be "
         "slow. Marked *(reduced)*: a smaller input, for "

@@ -46,7 +46,7 @@ LOOPS = [{"loop": loop, "backend": name} for name in BACKENDS
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda x: "-".join(x.values()))
-def test_contenders_train_when_they_are_told_to(loop):
+def test_contenders_train_the_steps_they_read(loop):
     spec = {**loop, "model": "tiny", "batch": 8, "devices": 2}
     out = subprocess.run(
         [forked.python(), "-m", "benchmarks.contenders", json.dumps(spec)],

@@ -1,5 +1,5 @@
 """The table of docs/guide/habits.md: each cell of mgpu's is run on both
-backends, and works or is refused by name."""
+backends, and works or raises a documented error."""
 import re
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import mgpu
 from conftest import BACKENDS
 
 if set(BACKENDS) < {"mxnet", "torch"}:
-    pytest.skip("they need two engines", allow_module_level=True)
+    pytest.skip("they need both backends", allow_module_level=True)
 
 import torch                                        # noqa: E402
 

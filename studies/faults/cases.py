@@ -19,16 +19,14 @@ ROWS = {
     4: ("a process does fewer steps, or ends early",
         "UnevenWork names it; the job's exit status is not 0"),
     5: ("a process never starts; a wrong or taken port; other numbers of "
-        "processes", "an error within `start_timeout` names the missing "
-        "ranks"),
+        "processes", "an error within `start_timeout` names missing ranks"),
     7: ("Ctrl-C, SIGTERM", "all processes end within 10 s"),
     9: ("a machine is lost, a link is down or slow",
         "replaced: the same bits; not replaced: an error, or the job "
         "continues with gradients divided by the examples present"),
     10: ("other parameters, dtypes, names or options in one process",
          "ModelMismatch in every process, before the first step"),
-    11: ("other seeds", "all ranks have rank 0's values before the first "
-         "step"),
+    11: ("other seeds", "all ranks begin with rank 0's values"),
     12: ("the same calls in another order", "UnevenWork names both calls"),
     13: ("random delays", "the same bits"),
     14: ("queued work fails on a device",

@@ -101,7 +101,7 @@ class Rank:
 
 
 def late_failure(pred, number):
-    """On device `number`: what MXNet refuses when it comes to it."""
+    """On device `number`: an operation that fails when MXNet runs it."""
     if pred.ctx.device_id != number:
         return 1.0
     from mxnet import autograd, nd
