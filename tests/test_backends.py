@@ -144,8 +144,8 @@ def test_a_framework_that_does_not_load_is_not_available(patch, tmp_path,
         "broken_engine", "broken_engine", "torch"))
     patch.delitem(registry._instances, "torch", raising=False)
     with pytest.raises(BackendNotAvailable, match=re.escape(
-            "the 'torch' backend cannot be loaded (libcudart.so.12 is not "
-            "there). Run pip install torch, or switch with ")):
+            "the 'torch' backend cannot be loaded (libcudart.so.12 is "
+            "missing). Run pip install torch, or switch with ")):
         set_backend("torch")
 
 
