@@ -282,8 +282,7 @@ def memory_rows(selected, rounds):
         name = f"memory, {backend}, 268 MB of parameters, native arrays"
 
         def measure(name=name, backend=backend):
-            spec = json.dumps({"backend": backend,
-                               "units": [4096, 8192, 4096]})
+            spec = json.dumps(dict(backend=backend, units=[4096, 8192, 4096]))
             found = json.loads(subprocess.run(
                 [sys.executable, "-m", "benchmarks.memory", spec], cwd=ROOT,
                 text=True, check=True, stdout=subprocess.PIPE,

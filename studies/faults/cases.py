@@ -37,8 +37,7 @@ ROWS = {
          "LabelError there, WorkerFailed in the others"),
     17: ("a wrong list of devices in one process",
          "ValueError there, WorkerLost in the others"),
-    29: ("who can connect", "only processes of this machine, unless the "
-         "address of another one is given"),
+    29: ("who can connect", "local processes, unless an address is given"),
     30: ("messages", "name the rank, the step or call, and the fix"),
 }
 
