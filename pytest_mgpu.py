@@ -1,4 +1,4 @@
-"""What pytest does with a failed or refused `mgpu.testing.assert_parity`.
+"""pytest plugin: report a failed or invalid `mgpu.testing.assert_parity`.
 
 A module outside the package, and without imports of it: pytest loads it at
 every start, also for suites that compare nothing.
@@ -14,7 +14,7 @@ _KEY = "mgpu parity"
 def pytest_addoption(parser):
     parser.getgroup("mgpu").addoption(
         "--parity-report", metavar="DIR", help="write an HTML page for each "
-        "assert_parity that fails or is refused (needs jinja2 and matplotlib)")
+        "assert_parity that fails or raises (needs jinja2 and matplotlib)")
 
 
 def pytest_configure(config):

@@ -12,8 +12,8 @@ to the system in every step (12,000 page faults, a fifth of its time) is
 decided by chance when a process starts, and stays so.
 
 For each row the median of the rounds' ratios is printed, the smallest and the
-largest, the bar (the ratio that it is meant to reach), and the command of
-each contender. Nothing else should run on the machine.
+largest, the target ratio, and the command of each contender. Nothing else
+should run on the machine.
 """
 import contextlib
 import importlib.metadata
@@ -43,23 +43,23 @@ def installed(package):
         return importlib.metadata.version(package)
 
 
-def ours(engine, k, **more):
-    return {"loop": "mgpu", "engine": engine, "devices": k, **more}
+def ours(backend, k, **more):
+    return {"loop": "mgpu", "backend": backend, "devices": k, **more}
 
 
 def _races():
-    """(row, contender, against, bar, stretch): the ratio is the rate of the
-    first contender over that of the second; `stretch` is a higher bar."""
+    """(row, contender, against, target, stretch): the ratio is the rate of the
+    first contender over that of the second; `stretch` is a higher target."""
     for model, batch in (("LeNet", LENET), ("ResNet-18", RESNET)):
-        for engine, bar in (("torch", 1.95 if model == "LeNet" else 1.9),
-                            ("mxnet", 1.85 if model == "LeNet" else 1.9)):
-            yield (f"{model}, {engine}: 2 devices against 1",
-                   ours(engine, 2, **batch), ours(engine, 1, **batch), bar,
-                   None)
-            yield (f"{model}, {engine}: the machine's limit, 2 separate "
+        for backend, target in (("torch", 1.95 if model == "LeNet" else 1.9),
+                                ("mxnet", 1.85 if model == "LeNet" else 1.9)):
+            yield (f"{model}, {backend}: 2 devices against 1",
+                   ours(backend, 2, **batch), ours(backend, 1, **batch),
+                   target, None)
+            yield (f"{model}, {backend}: the machine's limit, 2 separate "
                    "halves against 1",
-                   {"loop": "halves", "engine": engine, "devices": 2,
-                    **batch}, ours(engine, 1, **batch), None, None)
+                   {"loop": "halves", "backend": backend, "devices": 2,
+                    **batch}, ours(backend, 1, **batch), None, None)
         two = {"devices": 2, **batch}
         yield (f"{model}, torch: 2 devices against DDP (gloo)",
                ours("torch", 2, **batch), {"loop": "ddp", **two}, 1.05,
@@ -84,7 +84,7 @@ def _races():
                {"loop": "gluon", "devices": 1, "threads": 2,
                 "hybridize": True, **batch}, 1.0, 1.03)
         one = {"devices": 1, **batch}
-        yield (f"{model}, torch: 1 device against a loop by hand",
+        yield (f"{model}, torch: 1 device against a plain loop",
                ours("torch", 1, **batch), {"loop": "torch", **one}, 0.98,
                None)
         yield (f"{model}, mxnet: 1 device against Gluon's loop, 1 thread",
@@ -93,7 +93,7 @@ def _races():
 
 
 class Contender:
-    """A process that trains when it is told to."""
+    """A process that trains as many steps as it reads from its stdin."""
 
     def __init__(self, spec):
         self.child = subprocess.Popen(
@@ -146,10 +146,10 @@ def race(first, second, rounds):
     return laps[1:]
 
 
-def ratio_row(name, laps, bar, stretch, commands, inverse=False):
+def ratio_row(name, laps, target, stretch, commands, inverse=False):
     ratios = sorted(b / a for a, b in laps)
     return {"row": name, "ratio": statistics.median(ratios),
-            "low": ratios[0], "high": ratios[-1], "bar": bar,
+            "low": ratios[0], "high": ratios[-1], "target": target,
             "stretch": stretch, "at_most": inverse,
             "seconds": [statistics.median(x) for x in zip(*laps)],
             "rounds": len(laps), "commands": commands}
@@ -159,24 +159,24 @@ def command(spec):
     return f"python -m benchmarks.contenders '{json.dumps(spec)}'"
 
 
-def race_row(name, first, second, bar, stretch, rounds):
-    return ratio_row(name, race(first, second, rounds), bar, stretch,
+def race_row(name, first, second, target, stretch, rounds):
+    return ratio_row(name, race(first, second, rounds), target, stretch,
                      [command(first), command(second)])
 
 
-def race_rows(wanted, rounds):
-    for name, first, second, bar, stretch in _races():
-        if wanted(name):
-            yield name, partial(race_row, name, first, second, bar, stretch,
+def race_rows(selected, rounds):
+    for name, first, second, target, stretch in _races():
+        if selected(name):
+            yield name, partial(race_row, name, first, second, target, stretch,
                                 rounds)
 
 
-def first_rows(wanted, rounds):
+def first_rows(selected, rounds):
     """Seconds of the first step, in fresh processes."""
-    for engine, other in (("torch", {"loop": "torch"}),
+    for backend, other in (("torch", {"loop": "torch"}),
                           ("mxnet", {"loop": "gluon", "threads": 1})):
-        name = f"LeNet, {engine}: first step against the plain loop's"
-        specs = (ours(engine, 1, **LENET), {**other, "devices": 1, **LENET})
+        name = f"LeNet, {backend}: first step against the plain loop's"
+        specs = (ours(backend, 1, **LENET), {**other, "devices": 1, **LENET})
 
         def measure(name=name, specs=specs):
             laps = []
@@ -189,7 +189,7 @@ def first_rows(wanted, rounds):
                 laps.append(lap)
             return ratio_row(name, laps, 1 / 1.1, None,
                              [command(s) for s in specs])
-        if wanted(name):
+        if selected(name):
             yield name, measure
 
 
@@ -198,16 +198,16 @@ _OTHER = {"copy": "the bound", "book": "the book's loop",
           "gloo": "gloo, 2 processes"}
 
 
-def collective_rows(wanted, rounds):
+def collective_rows(selected, rounds):
     """Against the bound (a copy of K buffers), the book's loop, gloo."""
-    for engine in ("torch", "mxnet"):
+    for backend in ("torch", "mxnet"):
         for k in (2, 4, 8):
-            name = f"all-reduce, {engine}, {k} devices"
-            bars = {"copy": 0.9, "book": {2: 1.0, 8: 1.3}.get(k),
+            name = f"all-reduce, {backend}, {k} devices"
+            targets = {"copy": 0.9, "book": {2: 1.0, 8: 1.3}.get(k),
                     "gloo": 3.0}
 
-            def measure(name=name, engine=engine, k=k, bars=bars):
-                spec = json.dumps({"engine": engine, "k": k,
+            def measure(name=name, backend=backend, k=k, targets=targets):
+                spec = json.dumps({"backend": backend, "k": k,
                                    "rounds": rounds})
                 line = subprocess.run(
                     [sys.executable, "-m", "benchmarks.collectives", spec],
@@ -215,30 +215,30 @@ def collective_rows(wanted, rounds):
                     stderr=subprocess.DEVNULL).stdout
                 return [ratio_row(
                     f"{name}, {_WHAT[what]}, against {_OTHER[other]}",
-                    list(zip(times["mgpu"], times[other])), bars[other],
+                    list(zip(times["mgpu"], times[other])), targets[other],
                     None, [f"python -m benchmarks.collectives '{spec}'"])
                     for what, times in json.loads(line).items()
                     for other in times if other != "mgpu"]
-            if wanted(name):
+            if selected(name):
                 yield name, measure
 
 
-def tiny_rows(wanted, rounds):
+def tiny_rows(selected, rounds):
     """Time per step and device on one core, of all that is computed there: it
     is meant to be small, and the same for any K. And the share of it that the
     thread of the loop computed: on torch the devices' threads do the rest, on
     MXNet it is what queues their work."""
-    for engine in ("torch", "mxnet"):
-        name = f"tiny network, {engine}: time per step and device, K to 64"
+    for backend in ("torch", "mxnet"):
+        name = f"tiny network, {backend}: time per step and device, K to 64"
 
-        def measure(name=name, engine=engine):
+        def measure(name=name, backend=backend):
             counts = (2, 4, 8, 16, 32, 64)
             allowed = os.sched_getaffinity(0)
             runners = []
             laps = {k: [] for k in counts}      # (all, the host's share)
             os.sched_setaffinity(0, {min(allowed)})     # children inherit it
             try:
-                specs = [ours(engine, k, model="tiny", batch=2 * k)
+                specs = [ours(backend, k, model="tiny", batch=2 * k)
                          for k in counts]
                 runners = [Contender(spec) for spec in specs]
                 for _ in range(rounds + 1):
@@ -257,32 +257,32 @@ def tiny_rows(wanted, rounds):
             totals, hosts = ({k: [lap[i] for lap in x[1:]]
                               for k, x in laps.items()} for i in (0, 1))
 
-            def worst(what, found, bar):
+            def worst(what, found, target):
                 by_k = {k: statistics.median(x) for k, x in found.items()}
                 most = found[max(by_k, key=by_k.get)]
-                return {"row": f"{name}: {what}", "bar": bar, "by_k": by_k,
-                        "ratio": max(by_k.values()), "low": min(most),
-                        "high": max(most), **common}
+                return {"row": f"{name}: {what}", "target": target,
+                        "by_k": by_k, "ratio": max(by_k.values()),
+                        "low": min(most), "high": max(most), **common}
             first = worst("microseconds, the worst K", totals, 150)
             spread = sorted(max(lap) / min(lap)
                             for lap in zip(*totals.values()))
-            return [{"row": name + ": largest over smallest", "bar": 1.2,
+            return [{"row": name + ": largest over smallest", "target": 1.2,
                      "ratio": first["ratio"] / min(first["by_k"].values()),
                      "low": spread[0], "high": spread[-1], **common},
                     first, worst("microseconds of the loop's own thread, "
                                  "the worst K", hosts, None)]
-        if wanted(name):
+        if selected(name):
             yield name, measure
 
 
-def memory_rows(wanted, rounds):
+def memory_rows(selected, rounds):
     """Counted bytes over the bound, between the calls of a step; the same in
     every round."""
-    for engine in ("torch", "mxnet"):
-        name = f"memory, {engine}, 268 MB of parameters, native arrays"
+    for backend in ("torch", "mxnet"):
+        name = f"memory, {backend}, 268 MB of parameters, native arrays"
 
-        def measure(name=name, engine=engine):
-            spec = json.dumps({"engine": engine, "units": [4096, 8192, 4096]})
+        def measure(name=name, backend=backend):
+            spec = json.dumps(dict(backend=backend, units=[4096, 8192, 4096]))
             found = json.loads(subprocess.run(
                 [sys.executable, "-m", "benchmarks.memory", spec], cwd=ROOT,
                 text=True, check=True, stdout=subprocess.PIPE,
@@ -292,24 +292,24 @@ def memory_rows(wanted, rounds):
                 ratio = found[str(k)]["bytes"] / found[str(k)]["bound"]
                 rows.append({
                     "row": f"{name}: {k} devices, bytes over the bound",
-                    "ratio": ratio, "low": ratio, "high": ratio, "bar": 1.1,
+                    "ratio": ratio, "low": ratio, "high": ratio, "target": 1.1,
                     "stretch": None, "at_most": True, "rounds": 1,
                     "bytes": found[str(k)]["bytes"],
                     "commands": [f"python -m benchmarks.memory '{spec}'"]})
             return rows
-        if wanted(name):
+        if selected(name):
             yield name, measure
 
 
-def process_rows(wanted, rounds):
+def process_rows(selected, rounds):
     """Two processes, one device and one thread each, against what people
     use."""
     for model, batch in (("LeNet", LENET), ("ResNet-18", RESNET)):
         name = f"2 processes, {model}, torch: a step against DDP"
-        if wanted(name):
+        if selected(name):
             yield name, partial(_against_ddp, name, batch, rounds)
         name = f"2 processes, {model}, mxnet: gradients over gloo"
-        if wanted(name):
+        if selected(name):
             yield name, partial(_of_gradients, name, batch, rounds)
 
 
@@ -348,9 +348,9 @@ def _of_gradients(name, batch, rounds):
     found, line = _of_processes({"what": "gradients", "rounds": rounds,
                                  **batch})
     return [ratio_row(f"{name} against {what}",
-                      list(zip(found["mgpu"], found[other])), bar, stretch,
+                      list(zip(found["mgpu"], found[other])), target, stretch,
                       [line])
-            for other, what, bar, stretch in (
+            for other, what, target, stretch in (
                 ("kvstore", "KVStore dist_sync", 3.0, 5.0),
                 ("gloo", "gloo itself, the bound", None, None))]
 
@@ -360,7 +360,7 @@ _IMPORT = ("import time, sys; b = time.perf_counter(); import {}; "
            "or 'mxnet' in sys.modules)")
 
 
-def import_rows(wanted, rounds):
+def import_rows(selected, rounds):
     name = "import mgpu, seconds"
 
     def measure():
@@ -375,11 +375,11 @@ def import_rows(wanted, rounds):
                 times.append(float(seconds))
         times = sorted(found["mgpu"])
         return {"row": name, "ratio": statistics.median(times),
-                "low": times[0], "high": times[-1], "bar": 0.2,
+                "low": times[0], "high": times[-1], "target": 0.2,
                 "stretch": None, "at_most": True, "rounds": rounds,
                 "numpy": statistics.median(found["numpy"]),
                 "commands": [f'python -c "{_IMPORT.format("mgpu")}"']}
-    if wanted(name):
+    if selected(name):
         yield name, measure
 
 
@@ -388,26 +388,26 @@ SECTIONS = (race_rows, first_rows, collective_rows, process_rows, tiny_rows,
 
 
 def verdict(row):
-    if row["bar"] is None:
+    if row["target"] is None:
         return ""
-    met = row["ratio"] <= row["bar"] if row["at_most"] \
-        else row["ratio"] >= row["bar"]
+    met = row["ratio"] <= row["target"] if row["at_most"] \
+        else row["ratio"] >= row["target"]
     if not met:
-        return "missed"
+        return "not met"
     return "stretch" if row["stretch"] and row["ratio"] >= row["stretch"] \
         else "met"
 
 
 def draw(rows, file):
-    """A line for each row: median and spread, as a multiple of its bar."""
+    """A line for each row: median and spread, as a multiple of its target."""
     from mgpu.tools.plotting import style
-    rows = [r for r in rows if r["bar"]]
+    rows = [r for r in rows if r["target"]]
     figure = style.new_figure((11, 0.26 * len(rows) + 1.2),
                               layout="constrained")
     axes = style.plain_axes(figure.subplots())
     for y, row in enumerate(rows):
-        # above 1 is better, whichever way the bar points
-        points = [row[x] / row["bar"] for x in ("low", "ratio", "high")]
+        # above 1 is better, whichever way the target points
+        points = [row[x] / row["target"] for x in ("low", "ratio", "high")]
         if row["at_most"]:
             points = sorted(1 / p for p in points)
         colour = style.BLUE if points[1] >= 1 else style.ORANGE
@@ -419,8 +419,8 @@ def draw(rows, file):
     axes.set_xticks([0.5, 1, 2, 5, 10], ["0.5", "1", "2", "5", "10"])
     axes.minorticks_off()
     axes.set_ylim(len(rows) - 0.3, -0.7)
-    axes.set_xlabel("measured over bar: median and all rounds (right of the "
-                    "line: met)")
+    axes.set_xlabel("measured over target: median and all rounds (right of "
+                    "the line: target met)")
     style.write_figure(figure, Path(file))
 
 
@@ -447,9 +447,9 @@ def main():
         from mgpu.backends import NAMES
         console = Console()
 
-        def wanted(name):
+        def choose(name):
             return not names or any(n.lower() in name.lower() for n in names)
-        jobs = [job for section in SECTIONS for job in section(wanted, rounds)]
+        jobs = [job for section in SECTIONS for job in section(choose, rounds)]
         if listing:
             return [console.print(name) for name, _ in jobs]
         for file in (json_file, plot):
@@ -467,9 +467,9 @@ def main():
                 done.append(row)
                 console.print(
                     f"{row['row']}: {row['ratio']:.3g} ({row['low']:.3g} to "
-                    f"{row['high']:.3g}), bar {row['bar']} {row['result']} "
-                    f"[{time.perf_counter() - begin:.0f} s]", *(
-                        f"    {one}" for one in row["commands"]), sep="\n",
+                    f"{row['high']:.3g}), target {row['target']} "
+                    f"{row['result']} [{time.perf_counter() - begin:.0f} s]",
+                    *(f"    {one}" for one in row["commands"]), sep="\n",
                     highlight=False, markup=False, soft_wrap=True)
             files.write_json(json_file, {
                 "machine": {"processor": platform.processor(),
@@ -479,14 +479,14 @@ def main():
                     name: installed(name) for name in NAMES}},
                 "rows": done})
         table = Table(title="a ratio is the median of the rounds")
-        for column in ("row", "measured", "spread", "bar", "stretch", ""):
+        for column in ("row", "measured", "spread", "target", "stretch", ""):
             table.add_column(column)
         for row in done:
             table.add_row(
                 row["row"], f"{row['ratio']:.3g}",
                 f"{row['low']:.3g} to {row['high']:.3g}",
-                "" if row["bar"] is None else
-                f"{'at most ' if row['at_most'] else ''}{row['bar']:.3g}",
+                "" if row["target"] is None else
+                f"{'at most ' if row['at_most'] else ''}{row['target']:.3g}",
                 f"{row['stretch'] or ''}", row["result"])
         console.print(table)
         if done:

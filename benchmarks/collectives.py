@@ -1,7 +1,8 @@
 """All-reduce in one process, against what the memory can do, the loop of the
 book *Dive into Deep Learning*, and gloo between processes.
 
-    python -m benchmarks.collectives '{"engine": "torch", "k": 2, "rounds": 7}'
+    python -m benchmarks.collectives \\
+        '{"backend": "torch", "k": 2, "rounds": 7}'
 
 Writes one line of JSON: seconds of each contender in each round. A "list" is
 the gradients of ResNet-18 (76 arrays, 45 MB), a "buffer" one array of as many
@@ -39,9 +40,9 @@ def book(lists):
             x[:] = data[0]
 
 
-def contenders(engine, k, what):
+def contenders(backend, k, what):
     import mgpu
-    mgpu.set_backend(engine)
+    mgpu.set_backend(backend)
     devices = [mgpu.cpu(i) for i in range(k)]
     hosts = [np.full(s, 1e-3, "float32") for s in shapes_of(what)]
     lists = [[mgpu.put(x, d) for d in devices] for x in hosts]
@@ -127,7 +128,7 @@ def main():
         return gloo_rank(spec)
     found = {}
     for what in ("buffer", "list"):
-        runs = contenders(spec["engine"], spec["k"], what)
+        runs = contenders(spec["backend"], spec["k"], what)
         gloo = Gloo(spec["k"], what) if spec["k"] == 2 else None
         if gloo:
             runs["gloo"] = gloo

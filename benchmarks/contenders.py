@@ -69,8 +69,8 @@ def gluon_net(model):
 
 def mgpu_loop(spec):
     import mgpu
-    mgpu.set_backend(spec["engine"])
-    net = (torch_net if spec["engine"] == "torch" else gluon_net)(
+    mgpu.set_backend(spec["backend"])
+    net = (torch_net if spec["backend"] == "torch" else gluon_net)(
         spec["model"])
     devices = [mgpu.cpu(i) for i in range(spec["devices"])]
     X, y = batch_of(spec["model"], spec["batch"])

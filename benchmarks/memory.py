@@ -15,8 +15,8 @@ sys.path.insert(0, str(ROOT))
 ROWS = 64
 
 
-def mlp(engine, units):
-    if engine == "torch":
+def mlp(backend, units):
+    if backend == "torch":
         from torch import nn
         return nn.Sequential(nn.Linear(*units[:2]), nn.ReLU(),
                              nn.Linear(*units[1:]))
@@ -100,8 +100,8 @@ def counted(backend, units, ks):
 def main():
     import mgpu
     spec = json.loads(sys.argv[1])
-    mgpu.set_backend(spec["engine"])
-    with mgpu.using_backend(spec["engine"]) as backend:
+    mgpu.set_backend(spec["backend"])
+    with mgpu.using_backend(spec["backend"]) as backend:
         print(json.dumps(counted(backend, spec["units"], (1, 2, 4))))
 
 

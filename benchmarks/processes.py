@@ -176,8 +176,8 @@ def gradients(spec):
 
 
 def bare_gloo(sizes):
-    """A reduction of arrays of these sizes that nobody has to pack, wait for
-    or explain: all at once, those below 1 MB in one."""
+    """Return a function that reduces arrays of these sizes by gloo alone: all
+    at once, without packing, those below 1 MB as one array."""
     import torch
     from torch import distributed
     large = [n for n in sizes if 4 * n >= 1 << 20]

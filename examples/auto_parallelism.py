@@ -4,19 +4,19 @@
 # This example follows the chapter "Automatic Parallelism" of *Dive into Deep
 # Learning* (d2l.ai).
 #
-# An engine that knows which operation needs which result also knows which
-# operations do not need each other. It may run those at the same time. You
-# write plain code, one line after the other, and name no thread and no lock.
+# A framework that tracks the dependencies of operations can run independent
+# operations at the same time. You write plain code, one line after the other,
+# without threads and locks.
 #
 # Here two devices work together, and then copying overlaps with computing. A
 # clock measures both. No GPU is needed: logical CPU devices take their place.
 # Logical CPU devices, `cpu(0)`, `cpu(1)`, ..., share one processor. Each has
-# arrays of its own, which are copied to it as to a GPU.
+# its own arrays, which are copied to it as to a GPU.
 #
 # These are the settings:
 
 # %%
-backend = None      # mxnet or torch; None: the engine that is installed
+backend = None      # mxnet or torch; None: the installed backend
 devices = "auto"    # two, such as cpu:0,cpu:1; auto: GPUs, else logical CPUs
 size = 0            # rows of a matrix; 0: 4000 on GPUs, 1024 on CPUs
 repeat = 0          # products in one run; 0: 50 on GPUs, 20 on CPUs
@@ -68,8 +68,8 @@ x_gpu1, x_gpu2 = (
 # %% [markdown]
 # `mgpu.parallel(run, [x])` calls `run` once per entry of the list, entry i
 # for device i. On MXNet, and on a GPU, the call only queues the work. PyTorch
-# computes on a CPU in the thread that calls it, so there each device has a
-# thread of its own. The line means the same on both engines.
+# computes on a CPU in the thread that calls it, so there each device has its
+# own thread. The line means the same on both backends.
 #
 # The first use of a device takes longer: libraries are loaded and memory is
 # allocated. That must not be timed, so both devices run once before. Each
@@ -164,10 +164,10 @@ verdict(overlap, [running, copying], "the link between GPU and host"
 # %% [markdown]
 # The gain is at most the time of the shorter task. A GPU has separate
 # hardware for copies, and the copies cross a bus. There the shorter task can
-# be hidden completely, if the engine queues copies and products separately.
-# MXNet does; PyTorch keeps one queue for both unless told otherwise. On a CPU
-# a copy is a short loop over memory that the products use too: expect a small
-# gain, or noise.
+# be hidden completely, if the framework queues copies and products separately.
+# MXNet does. PyTorch uses one queue for both by default. On a CPU a copy is a
+# short loop over memory that the products use too: expect a small gain, or
+# noise.
 #
 # ## What depends on what
 #
@@ -175,8 +175,7 @@ verdict(overlap, [running, copying], "the link between GPU and host"
 # one step of a perceptron with two layers on one CPU and two GPUs. Boxes that
 # no path of arrows connects may run at the same time. For example, the
 # gradient of the second layer is copied to the CPU while the backward pass of
-# the first layer still runs. Nobody schedules that by hand: the engine knows
-# the graph.
+# the first layer still runs. The framework schedules that from the graph.
 
 # %%
 graph = None    # in a notebook it is shown here

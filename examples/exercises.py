@@ -11,7 +11,7 @@
 
 # %%
 names = []              # such as ["aggregation", "profile"]; []: all
-backend = None          # mxnet or torch; None: the engine that is installed
+backend = None          # mxnet or torch; None: the installed backend
 devices = 2             # the k of the exercises
 size = 512              # rows and columns of the matrices
 repeat = 16             # products in one run, steps of one timing
@@ -266,7 +266,7 @@ def compute_and_copies():
 def profile():
     """Is the hardware busy? Check with a profiler.
 
-    The simplest profiler that means the same on both engines: processor
+    The simplest profiler that means the same on both backends: processor
     seconds of the whole process over seconds on the clock, which is how many
     cores were busy. It says nothing about a GPU: there use the vendor's tool,
     for example `nsys profile python auto_parallelism.py`.

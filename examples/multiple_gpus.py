@@ -9,19 +9,19 @@
 # In the next example, `multiple_gpus_concise.py`, the library does it. The
 # network is a small LeNet. No GPU is needed: logical CPU devices take their
 # place. Logical CPU devices, `cpu(0)`, `cpu(1)`, ..., share one processor.
-# Each has arrays of its own, which are copied to it as to a GPU.
+# Each has its own arrays, which are copied to it as to a GPU.
 #
 # These are the settings:
 
 # %%
-backend = None          # mxnet or torch; None: the engine that is installed
+backend = None          # mxnet or torch; None: the installed backend
 devices = [1, 2]        # numbers of devices, a run for each
 epochs = 10             # passes over the training data
-batch_size = 256        # rows of a batch, over all devices
+batch_size = 256        # global batch size, over all devices
 lr = 0.2                # learning rate
 data = "digits"         # digits, fashion-mnist, synthetic, or an IDX folder
 limit = None            # keep only so many examples; None: all
-init_scale = 0.0        # standard deviation of the first weights; 0: see below
+init_scale = 0.0        # standard deviation of the initial weights; 0: below
 out = "out"             # folder for the curves
 
 # %%
@@ -59,7 +59,7 @@ out.mkdir(parents=True, exist_ok=True)
 # results, so there is a barrier per layer.
 #
 # **By data.** Each device holds the whole model and gets a shard (a slice)
-# of every batch. The devices meet once per batch, to add up their gradients.
+# of every batch. The devices synchronize once per batch, to sum gradients.
 # It is the simplest of the three and works for any network. It does not help
 # when the model itself is too large. This example does it this way.
 #
@@ -73,15 +73,15 @@ out.mkdir(parents=True, exist_ok=True)
 # All copies begin equal and receive the same sum, so they stay equal. In
 # practice the batch grows k-fold, so that each device keeps as much to do as
 # before, and the learning rate grows with it. A network with batch
-# normalisation would keep separate statistics on each device.
+# normalization would keep separate statistics on each device.
 
 # %% [markdown]
 # ## A small network
 #
 # The parameters are eight plain arrays: two convolutions and two dense
 # layers. A network written like this hides nothing, and we see how its
-# parameters get from device to device. They are drawn once, in NumPy, so
-# every run below starts from the same values on either backend.
+# parameters get from device to device. They are initialized once, in NumPy,
+# so every run below starts from the same values on either backend.
 #
 # The book's standard deviation, 0.01, suits thousands of steps: for the first
 # 250 or so the loss hardly moves. The digits that come with mgpu have 6
@@ -118,7 +118,7 @@ print("b1:", mgpu.to_numpy(new_params[1]))
 print("b1 grad:", mgpu.to_numpy(mgpu.grad(new_params[1])))
 
 # %% [markdown]
-# Each device has computed the gradient of its own rows. `allreduce` adds
+# Each device has computed the gradient of its examples. `allreduce` adds
 # everything up on one device and copies the sum back to every other, in
 # place. Two vectors on two devices:
 
@@ -144,8 +144,8 @@ print("output:", *(mgpu.to_numpy(shard) for shard in shards), sep="\n")
 
 # %% [markdown]
 # A batch has examples and labels, which must be cut in the same places.
-# `split_batch` cuts both, refuses different lengths, and cuts the last, odd
-# batch of an epoch unevenly: the first shards get a row more.
+# `split_batch` cuts both, and raises an error for different lengths. It cuts
+# the last, odd batch of an epoch unevenly: the first shards get one more.
 
 # %%
 X_shards, y_shards = mgpu.split_batch(table[:3], np.arange(3), pair)
@@ -158,10 +158,10 @@ print("3 rows on 2 devices:", [shard.shape[0] for shard in X_shards])
 # Now the step from above. All forward passes come first and then all
 # backward passes, so that the devices work at the same time. Nothing here
 # waits for one device before it gives work to the next. `sgd` divides by the
-# rows of the *whole* batch. So the summed gradient becomes the gradient of
-# the mean loss, on any number of devices, and however unevenly the rows were
-# cut. `sgd` also sets gradients back to zero. That is why a device that got
-# no row of a very short batch need not run: it adds zero.
+# global batch size. So the summed gradient becomes the gradient of the mean
+# loss, on any number of devices, and however unevenly the batch was cut.
+# `sgd` also sets gradients back to zero. That is why a device without
+# examples of a very short batch need not run: it adds zero.
 
 # %%
 def forward(X, y, params):

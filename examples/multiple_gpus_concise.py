@@ -14,10 +14,10 @@
 # These are the settings:
 
 # %%
-backend = None          # mxnet or torch; None: the engine that is installed
+backend = None          # mxnet or torch; None: the installed backend
 devices = [1, 2]        # devices of a process, a run for each; 1:2 by rank
 epochs = 0              # passes over the data; 0: 10 on GPUs, 2 on CPUs
-batch_size = 256        # rows per device
+batch_size = 256        # examples per device
 lr = 0.1                # learning rate per device
 data = "digits"         # digits, fashion-mnist, synthetic, or an IDX folder
 limit = None            # examples; 0: all; None: all on GPUs, 512 on CPUs
@@ -50,27 +50,27 @@ out.mkdir(parents=True, exist_ok=True)
 # %% [markdown]
 # ## The network
 #
-# ResNet-18, adapted to pictures of 28 x 28: the first convolution is 3 x 3
+# ResNet-18, adapted to images of 28 x 28: the first convolution is 3 x 3
 # with stride 1, and no pooling follows it. Then come four groups of two
 # residual blocks each, with 64, 128, 256 and 512 channels. The last three
 # groups begin by halving height and width, with a 1 x 1 convolution on the
 # shortcut, so the sizes are 28, 28, 14, 7, 4. A global average pooling and a
 # dense layer end the network.
 #
-# `resnet18` returns a network of the engine in use, a `gluon.Block` or a
+# `resnet18` returns a network of the current backend, a `gluon.Block` or a
 # `torch.nn.Module`. Your own network of either kind works as well.
 
 # %%
 net = mgpu.models.resnet18(num_classes=10)
 
 # %% [markdown]
-# ## The first weights, on all devices
+# ## Initial weights on all devices
 #
-# `initialize` puts the network on a list of devices. Weights are drawn once,
-# here from a normal distribution with standard deviation 0.01, so that all
-# devices hold the same bits. Biases start at zero. It returns replicas: the
-# network itself on the first device, and copies of it on the others, which
-# each pass overwrites.
+# `initialize` puts the network on a list of devices. It initializes the
+# weights once, here from a normal distribution with standard deviation 0.01,
+# so that all devices hold the same bits. Biases start at zero. It returns
+# replicas: the network itself on the first device, and copies of it on the
+# others, which each pass overwrites.
 #
 # Without GPUs we take the logical devices 1 and 2. Device 0 stays free for
 # the question below.
@@ -132,7 +132,7 @@ print("losses:", *(mgpu.to_numpy(part) for part in losses))
 
 # %% [markdown]
 # `train_batch(X, y, replicas, loss, trainer)` splits the batch and then does
-# the same. It divides by the rows that are there: 96 in the last batch of an
+# the same. It divides by the size of this batch: 96 in the last batch of an
 # epoch of 60,000 in steps of 256.
 #
 # ## Accuracy on all devices
@@ -152,16 +152,16 @@ print("accuracy after one step:",
 # %% [markdown]
 # ## All epochs
 #
-# Each call of `train` starts anew: `force_reinit` draws the weights again and
-# resets the running statistics. Without it the second run would go on from
-# the first. All devices are waited for once per epoch, before the clock is
-# read.
+# Each call of `train` starts anew: `force_reinit` initializes the weights
+# again and resets the running statistics. Without it the second run would
+# continue the first. All devices are waited for once per epoch, before the
+# clock is read.
 #
-# The batch grows with the number of devices, so that each keeps its 256 rows.
+# The batch grows with the number of devices: 256 examples for each of them.
 # The rate grows with the batch. `replicas.span.total` counts the devices of
 # all processes: started by `mgpu launch -n 2`, this script trains on twice as
 # many, and `gather` brings what each process measured to all. Each process
-# receives its rows of every batch, perhaps none.
+# receives its examples of every batch, perhaps none.
 
 # %%
 def train(num_devices):
@@ -224,7 +224,7 @@ if 1 in seconds:
 # gradients. That is why it gains from a second device where LeNet on GPUs does
 # not. The arithmetic per parameter decides, not the number of parameters.
 #
-# By default a CPU trains here on 512 pictures for two epochs. That is four
+# By default a CPU trains here on 512 images for two epochs. That is four
 # steps with one device and two with two: enough to compare times, and far too
 # few for an accuracy that means anything. On GPUs, `--data fashion-mnist
 # --limit 0 --epochs 10` is the full experiment of the book.

@@ -2,7 +2,8 @@
 
 Looks for words that have a standard term in documents, comments, docstrings
 and messages, and prints the term. Exit status 1 if there are some. Names are
-not checked.
+not checked: code between backquotes, the fields of an f-string, and strings
+that hold only names.
 """
 import io
 import re
@@ -18,7 +19,7 @@ EXEMPT = ("CHANGELOG.md", "mgpu/parity/", "mgpu/gluon_io/",
           "tests/files/", "scripts/words.py")
 #: pattern -> the term
 WORDS = {
-    r"(?<!layout )(?<!mx\.)(?<!MXNet's )\bengines?\b(?! itself)":
+    r"(?<!layout )(?<!mx\.)(?<!MXNet's )(?<!--)\bengines?\b(?! itself|\.name)":
         "backend; for communication: communication backend",
     r"\b(optim|initial|normal|synchron|serial|regular|minim)is(e|ed|er|ers|"
     r"es|ing|ation)\b": "American spelling: -ize",
@@ -31,13 +32,13 @@ WORDS = {
     r"\bfirst weights\b|\bweights are drawn\b": "initial weights; initialized",
     r"\b(is|are|was|be|been) told\b|\btells? (whether|which|what|how|that)\b":
         "reports; shows; determines",
-    r"\bmeet(s|ing|ings)?\b|\bmet\b": "synchronize; all_gather; connect",
+    r"\bmeet(s|ings?)?\b|(?<!not |get )\bmet\b": "all_gather; synchronize",
     r"\bjudges?\b": "loss; check",
     r"\bvoid\b": "invalid",
-    r"\bpictures?\b": "image",
+    r"\bpictures?\b(?!\.py)": "image",
     r"\bslips?\b": "bug",
     r"\bon trial\b": "covered",
-    r"\btwins?\b|\bdepartures?\b": "model pairs; deviations",
+    r"(?<![./])\b(twins?|departures?)\b(?!\.\w)": "model pairs; deviations",
     r"\b(one|much|enough|no) room\b|\brooms?\b|\bhouses?\b":
         "capacity; packages, layout",
     r"\bnarrow(er)? (numbers|training|dtypes?)\b": "reduced precision",
@@ -49,17 +50,23 @@ WORDS = {
     r"\bnobody\b|\bsomebody\b|\banybody\b": "no caller; a noun",
     r"\bwords that you know\b": "API equivalents",
 }
+#: a code span, or a field of an f-string
+CODE = re.compile(r"`[^`]*`|\{[^{}]*\}")
+#: a string of names
+NAMES = re.compile(r"""[bfru]*["'][\w-]+(, \w+)*["']""", re.IGNORECASE)
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a document; of Python source the comments and strings."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".py":
-        yield from enumerate(text.splitlines(), 1)
-        return
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in (tokenize.COMMENT, tokenize.STRING):
-            yield from enumerate(token.string.splitlines(), token.start[0])
+    parts = [(1, path.read_text(encoding="utf-8"))]
+    if path.suffix == ".py":
+        parts = [(token.start[0], token.string) for token in
+                 tokenize.generate_tokens(io.StringIO(parts[0][1]).readline)
+                 if token.type in (tokenize.COMMENT, tokenize.STRING)
+                 and not NAMES.fullmatch(token.string)]
+    for first, part in parts:
+        for number, line in enumerate(part.splitlines(), first):
+            yield number, CODE.sub("", line)
 
 
 def main(arguments: list[str]) -> int:

@@ -8,14 +8,13 @@ itself, and all together.
 The book prints accuracies of 0.93 and 0.91 (1 and 2 GPUs) for Gluon, 0.89 and
 0.81 for PyTorch. Both versions are run here on *one* backend, through mgpu, so
 that nothing differs but the mechanism. Each mechanism is measured exactly, on
-one step in float64 at the book's batch sizes; and ResNet-18 is trained, on a
-few hundred pictures and with batches a sixteenth of the book's, so that a CPU
-can do it.
+one step in float64 at the book's batch sizes; and ResNet-18 is trained on a
+CPU, with a few hundred images and batches a sixteenth of the book's.
 
-Every measurement and every run is a file in the folder ``--work``; one that
-is there is not done again, so an interrupted call goes on where it stopped.
-With ``--only`` a call does no more than the runs and measurements that it
-names, so that several can share the work. At the end ``departures.json`` and
+Every measurement and every run is a file in the folder ``--work``. Existing
+files are not computed again, so an interrupted call resumes where it stopped.
+With ``--only`` a call computes the named runs and measurements, so that
+several can share the work. At the end ``departures.json`` and
 ``departures.png`` are written to ``--out`` from the seeds that were named;
 with ``--report``, from what is finished, and nothing more is run.
 """
@@ -34,7 +33,7 @@ import mgpu
 
 SIGMA = 0.01                # of the weights, in the book
 MOMENTUM = float(np.float32(0.9))   # of batch norm, as both backends hold it
-#: height of a picture in each stage of ResNet-18, by the first component of
+#: height of an image in each stage of ResNet-18, by the first component of
 #: a parameter's name
 SIDE = {"1": 28, "3": 28, "4": 14, "5": 7, "6": 4}
 
@@ -44,31 +43,31 @@ class Version(NamedTuple):
 
     devices: int = 2
     biases: bool = False        # random at the start
-    goes_on: str = ""           # from this run; only weights are drawn anew
-    present: bool = False       # divide by the rows present, not the nominal
-    statistics: str = "own"     # what a device is judged with, see `judge`
+    resumes: str = ""           # this run, with new initial weights
+    present: bool = False       # divide by the actual batch, not the nominal
+    statistics: str = "own"     # of batch norm, in the test: see `scores_with`
 
 
 GLUON_1, TORCH_1 = "Gluon's, 1 device", "PyTorch's, 1 device"
 GLUON, ALL = "Gluon's version", "all: PyTorch's version"
-BIASES, GOES_ON = "1 random biases", "2 goes on from run 1"
+BIASES, RESUMES = "1 random biases", "2 resumes run 1"
 FIRST, UNBIASED = "3 statistics of device 0", "4 unbiased variance"
 PRESENT = "5 divisor of the short batch"
-#: the trainings, each after those that it goes on from
+#: the trainings, each after those that it resumes
 VERSIONS = {
     GLUON_1: Version(1),
     TORCH_1: Version(1, biases=True, present=True, statistics="unbiased"),
     GLUON: Version(),
-    ALL: Version(goes_on=TORCH_1, present=True,
+    ALL: Version(resumes=TORCH_1, present=True,
                  statistics="first, unbiased"),
-    GOES_ON: Version(goes_on=GLUON_1),
+    RESUMES: Version(resumes=GLUON_1),
     PRESENT: Version(present=True),
     BIASES: Version(biases=True),
 }
-#: training does not read statistics: these are one training, judged twice
-JUDGED = {FIRST: "first", UNBIASED: "unbiased"}
+#: training does not read statistics: these are one training, tested twice
+TESTED = {FIRST: "first", UNBIASED: "unbiased"}
 #: in the order of tables and figures
-ORDER = (GLUON, BIASES, GOES_ON, FIRST, UNBIASED, PRESENT, ALL)
+ORDER = (GLUON, BIASES, RESUMES, FIRST, UNBIASED, PRESENT, ALL)
 
 
 class Settings(NamedTuple):
@@ -80,8 +79,8 @@ class Settings(NamedTuple):
     lr: float = 0.1             # of one device
     epochs: int = 5
     exact_batch: int = 512      # the book's, for two devices
-    exact_short: int = 96       # rows of the book's last batch
-    exact_rows: int = 64        # rows whose logits are compared
+    exact_short: int = 96       # of the book's last batch
+    exact_rows: int = 64        # examples whose logits are compared
     laps: int = 3
     lap_batches: int = 4
 
@@ -132,13 +131,13 @@ class UnbiasedVariance:
                 if p.kind == "running_var"}
 
     def stepped(self, rows: Sequence[int]) -> None:
-        """Take in a step with `rows` rows on each device."""
+        """Add a step with `rows` examples on each device."""
         after = self._read()
         for name, now in after.items():
             n = np.array(rows)[:, None] * SIDE[name.split(".")[0]] ** 2
             added = np.where(n > 1, (now - MOMENTUM * self.before[name])
                              * n / np.maximum(n - 1, 1), 0.0)
-            # A device without rows has added nothing.
+            # A device without examples has added nothing.
             self.values[name] = np.where(
                 n > 0, MOMENTUM * self.values[name] + added,
                 self.values[name])
@@ -148,7 +147,7 @@ class UnbiasedVariance:
 def step(replicas: mgpu.Replicas, trainer: mgpu.Trainer, X: np.ndarray,
          y: np.ndarray, divisor: int) -> list[Any]:
     """The book's step: split, forward, backward, ``trainer.step(divisor)``.
-    Returns the losses of each device's rows, not waited for."""
+    Returns the losses of each device, not waited for."""
     loss = mgpu.losses.SoftmaxCrossEntropyLoss()
     X_shards, y_shards = mgpu.split_batch(X, y, replicas.devices)
     with mgpu.record():
@@ -164,9 +163,9 @@ def shard_rows(n: int, k: int) -> list[int]:
     return [stop - start for start, stop in mgpu.shard_bounds(n, k)]
 
 
-def judged_by(replicas: mgpu.Replicas, unbiased: UnbiasedVariance, how: str
+def values_with(replicas: mgpu.Replicas, unbiased: UnbiasedVariance, how: str
               ) -> dict[str, np.ndarray]:
-    """All values of `replicas`, with the statistics that `how` names: each
+    """Return all values of `replicas`, with the statistics `how`: each
     device's "own", or those of the "first" for all; "unbiased" or not."""
     values = replicas.export_numpy(all_devices=True)
     if "unbiased" in how:
@@ -186,12 +185,12 @@ def logits(replicas: mgpu.Replicas, X: np.ndarray) -> np.ndarray:
                            for out in replicas(X_shards) if out is not None])
 
 
-def judge(replicas: mgpu.Replicas, unbiased: UnbiasedVariance, how: str,
-          test: Any) -> np.ndarray:
-    """The scores of all test rows under the statistics `how`; everything is
-    as before afterwards."""
+def scores_with(replicas: mgpu.Replicas, unbiased: UnbiasedVariance, how: str,
+                test: Any) -> np.ndarray:
+    """Return the scores of all test examples with the statistics `how`, and
+    restore all values."""
     own = replicas.export_numpy(all_devices=True)
-    replicas.import_numpy(judged_by(replicas, unbiased, how))
+    replicas.import_numpy(values_with(replicas, unbiased, how))
     try:
         return np.concatenate([logits(replicas, X) for X, _ in test])
     finally:
@@ -209,7 +208,7 @@ def make(k: int, seed: int, dtype: str) -> mgpu.Replicas:
 
 def load(settings: Settings, batch: int, dtype: str = "float32",
          seed: int = 0) -> Any:
-    """(train_iter, test batches); rows are the first of their files."""
+    """(train_iter, test batches), of the first examples of the files."""
     train, _ = mgpu.datasets.load(settings.data, batch, limit=settings.rows,
                                   seed=seed, dtype=dtype)
     _, test = mgpu.datasets.load(settings.data, 256, dtype=dtype,
@@ -219,8 +218,8 @@ def load(settings: Settings, batch: int, dtype: str = "float32",
 
 def train_version(settings: Settings, name: str, seed: int,
                   work: pathlib.Path) -> dict[str, Any]:
-    """Train one version; its losses and accuracies. The final values are
-    kept in `work` where another version goes on from them."""
+    """Train one version and return its losses and accuracies. Saves the
+    final values in `work` where another version resumes from them."""
     version = VERSIONS[name]
     k, batch = version.devices, version.devices * settings.batch
     # The runs on 1 and on 2 devices draw other weights, and another order
@@ -231,8 +230,8 @@ def train_version(settings: Settings, name: str, seed: int,
     if version.biases:
         values = replicas.export_numpy()
         replicas.import_numpy({**values, **torch_biases(values, own_seed)})
-    if version.goes_on:
-        with np.load(state_file(work, version.goes_on, seed)) as file:
+    if version.resumes:
+        with np.load(state_file(work, version.resumes, seed)) as file:
             kept = dict(file)
         weights = {p.name for p in replicas.params() if p.kind == "weight"}
         replicas.import_numpy({**replicas.export_numpy(), **{
@@ -242,7 +241,7 @@ def train_version(settings: Settings, name: str, seed: int,
                            {"learning_rate": settings.lr * k})
     ways = {name: version.statistics}
     if name == GLUON:
-        ways.update(JUDGED)
+        ways.update(TESTED)
     labels = np.concatenate([y for _, y in test])
     result: dict[str, Any] = {
         "version": name, "seed": seed, "batch_size": batch,
@@ -250,7 +249,7 @@ def train_version(settings: Settings, name: str, seed: int,
         "test_acc": {way: [] for way in ways}, "changed": {}}
 
     def evaluate() -> None:
-        found = {way: judge(replicas, unbiased, how, test).argmax(axis=1)
+        found = {way: scores_with(replicas, unbiased, how, test).argmax(axis=1)
                  for way, how in ways.items()}
         for way, classes in found.items():
             result["test_acc"][way].append(float((classes == labels).mean()))
@@ -270,9 +269,9 @@ def train_version(settings: Settings, name: str, seed: int,
               f"{np.mean(result['loss'][-len(train):]):.3f}, test acc "
               f"{result['test_acc'][name][-1]:.3f}, "
               f"{time.perf_counter() - began:.0f} sec", flush=True)
-    if any(name == v.goes_on for v in VERSIONS.values()):
+    if any(name == v.resumes for v in VERSIONS.values()):
         np.savez(state_file(work, name, seed),
-                 **judged_by(replicas, unbiased, version.statistics))
+                 **values_with(replicas, unbiased, version.statistics))
     return result
 
 
@@ -288,7 +287,7 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def rows_for(settings: Settings, n: int) -> Any:
-    """The first `n` training rows, in float64."""
+    """The first `n` training examples, in float64."""
     train, _ = mgpu.datasets.load(settings.data, n, limit=n, shuffle=False,
                                   dtype="float64")
     return next(iter(train))
@@ -354,13 +353,13 @@ def measure_statistics(settings: Settings) -> dict[str, Any]:
                 change.get(f"{side} x {side}", 0.0),
                 float((theirs / np.where(ours, ours, 1) - 1)[ours > 0].max()))
     rows = X[:settings.exact_rows]
-    own = judge(replicas, unbiased, "first", [(rows, None)])
+    own = scores_with(replicas, unbiased, "first", [(rows, None)])
     plain = replicas.export_numpy(all_devices=True)
     replicas.import_numpy({**plain, **{
         p.name: plain[p.name][1] for p in replicas.statistics()}})
     other = logits(replicas, rows)
     replicas.import_numpy(plain)
-    torchs = judge(replicas, unbiased, "first, unbiased", [(rows, None)])
+    torchs = scores_with(replicas, unbiased, "first, unbiased", [(rows, None)])
     return {
         "rows per device": shard_rows(len(y), 2),
         "added by device 1, relative to device 0": {
@@ -373,7 +372,7 @@ def measure_statistics(settings: Settings) -> dict[str, Any]:
 
 def measure_divisor(settings: Settings) -> dict[str, Any]:
     """Mechanism 5, and sum against mean: one step on the short last batch
-    and one on rows that fill the batch."""
+    and one on examples that fill the batch."""
     nominal, short = settings.exact_batch, settings.exact_short
     X, y = rows_for(settings, short)
     replicas = make(2, 0, "float64")
@@ -393,7 +392,7 @@ def measure_divisor(settings: Settings) -> dict[str, Any]:
 
     by_nominal, by_present = moved(nominal), moved(short)
 
-    # The same rows as a full batch: torch's mean of the losses, then
+    # The same examples as a full batch: torch's mean of the losses, then
     # step(1), against the sum of the losses, then step(rows).
     replicas.import_numpy(start)
     trainer = mgpu.Trainer(replicas, "sgd",
@@ -574,7 +573,7 @@ def draw(runs: Sequence[dict[str, Any]], settings: Settings,
               title="last epoch: a point per seed, bar: mean")
     figure.suptitle(
         f"ResNet-18, {settings.rows} training and {settings.test_rows} test "
-        f"rows, batch {2 * settings.batch}, lr {2 * settings.lr:g}",
+        f"examples, batch {2 * settings.batch}, lr {2 * settings.lr:g}",
         color=INK, fontsize=13)
     write_figure(figure, path)
 
@@ -594,7 +593,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seeds", default="0,1",
                         help="a training of each version for each seed")
     parser.add_argument("--quick", action="store_true",
-                        help="use a few rows only, to see that all of it "
+                        help="use a few examples only, to see that all of it "
                         "runs")
     parser.add_argument("--report", action="store_true",
                         help="run nothing, draw what is finished")

@@ -2,8 +2,8 @@
 
     python -m studies.gluon_operators
 
-An exported graph leaves out the attributes that nobody has given. MXNet
-itself says what they are then; the file holds it for those who have no MXNet.
+An exported graph leaves out attributes with default values. MXNet reports the
+defaults; the file stores them for machines without MXNet.
 """
 import ctypes
 import json

@@ -15,8 +15,8 @@ framework, without what is slow and the files that start jobs, environments or
 whole trainings (`_SLOW`). ``pytest -m ""`` runs all cases.
 
 ``--strict-devices``, or ``MGPU_STRICT_DEVICES=1``, runs every test inside
-`mgpu.strict_devices`, and the processes that tests start too. A test that is
-about what the mode refuses says so: ``@pytest.mark.crosses_devices(reason)``.
+`mgpu.strict_devices`, and the processes that tests start too. A test of what
+raises there is marked: ``@pytest.mark.crosses_devices(reason)``.
 """
 import collections
 import contextlib
@@ -140,8 +140,8 @@ def no_leaks():
     registry._instances.clear()     # a test may load stand-ins
     registry._instances.update(loaded)
     if "mxnet" in sys.modules:
-        # MXNet raises the error of an operator whose result nobody waits for
-        # at the next wait for all arrays, whoever that is.
+        # MXNet raises the error of an operator whose result is never read
+        # at the next wait for all arrays.
         sys.modules["mxnet"].nd.waitall()
     assert chosen == before, "the test leaves another backend chosen"
     assert not changed, f"the test leaves other values in {changed}"
@@ -285,7 +285,7 @@ def pytest_report_header(config):
     if config.getoption("--strict-devices"):
         lines.append("inside mgpu.strict_devices")
     if collect_ignore:
-        lines.append(f"NOT RUN, for want of the other engine: "
+        lines.append(f"NOT RUN, the other backend is missing: "
                      f"{', '.join(collect_ignore)}; tests/oracle compares "
                      f"{', '.join(BACKENDS)} with only the oracle")
     return lines
@@ -312,4 +312,4 @@ def pytest_terminal_summary(terminalreporter):
             f"mutants: killed {killed} of {killed + survived}")
     elif collect_ignore:
         terminalreporter.write_line(
-            "mutants: NOT RUN, for want of the other engine")
+            "mutants: NOT RUN, the other backend is missing")

@@ -48,7 +48,7 @@ def rows_torch():
 
 
 def two_convs_gluon(dropout=0.5, scale=True):
-    """Pictures of (1, 8, 8) in 3 classes."""
+    """Images of shape (1, 8, 8), 3 classes."""
     return gluon(lambda nn: [
         nn.Conv2D(4, 3, in_channels=1),
         nn.BatchNorm(in_channels=4, scale=scale), nn.Activation("relu"),
@@ -64,7 +64,7 @@ def two_convs_torch(dropout=0.5, eps=1e-5, pool=None):
 
 
 def conv_gluon(batch_norm=True, dropout=0.5, channels=1):
-    """Pictures of (channels, 6, 6) in 3 classes: a convolution, batch norm or
+    """Images of shape (channels, 6, 6), 3 classes: convolution, batch norm or
     tanh, ReLU, dropout, dense."""
     return gluon(lambda nn: [
         nn.Conv2D(3, 3, in_channels=channels), nn.BatchNorm(in_channels=3)
@@ -188,8 +188,8 @@ def functional_norm(columns):
 
 
 def two_dense(*between):
-    """In torch, for pictures of (1, 8, 8) in 3 classes: flatten, dense, what
-    is given, dense."""
+    """In torch, for images of shape (1, 8, 8), 3 classes: flatten, dense,
+    `between`, dense."""
     return torch(lambda nn: [nn.Flatten(), nn.Linear(64, 5), *between,
                              nn.Linear(5, 3)])()
 
@@ -225,7 +225,7 @@ def mlp(backend, units=(6, 5, 3), deferred=False):
 
 def convnet(backend, channels=2, classes=3, batch_norm=True, deferred=False):
     """Convolution, batch norm, ReLU, pooling, convolution, batch norm, ReLU,
-    mean over the picture, dense: a native network of `backend` for pictures
+    mean over the image, dense: a native network of `backend` for images
     (n, `channels`, h, w) with h and w of 4 or more.
 
     The same parameters, names and order on both backends, then the running
@@ -262,7 +262,7 @@ def convnet(backend, channels=2, classes=3, batch_norm=True, deferred=False):
 
 
 def branched(backend, count=3, unused=False):
-    """For pictures (n, 1, h, w) in 10 classes: `count` branches of
+    """For images (n, 1, h, w) in 10 classes: `count` branches of
     convolution and batch norm, of which the last has two of both; a dense
     layer of their sum. `unused`: the output is a pair, of the scores and of
     the first branch, on which the scores do not depend."""

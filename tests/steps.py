@@ -1,5 +1,5 @@
-"""What tests of training do: a batch, a small network in float64 on devices,
-its passes and steps by hand, its values on every device, and comparisons."""
+"""Helpers for tests of training: a batch, a small network in float64 on
+devices, custom passes and steps, values on every device, and comparisons."""
 import contextlib
 
 import numpy as np
@@ -120,8 +120,8 @@ def train_natively(replicas, X, y):
 
 @contextlib.contextmanager
 def double_states():
-    """Inside, optimizers of MXNet's make states of float64. Some make them
-    of float32, which their kernels refuse."""
+    """Inside, MXNet's optimizers create float64 states. Some create float32
+    ones, which their kernels reject."""
     from mxnet import optimizer
     with pytest.MonkeyPatch.context() as patch:
         zeros = optimizer.optimizer.zeros

@@ -1,5 +1,5 @@
-"""The registry: which backend is meant, in which thread, and what is said
-where there is none."""
+"""The registry: which backend is used, in which thread, and the errors
+without a backend."""
 import asyncio
 import os
 import re
@@ -138,14 +138,14 @@ def test_a_framework_that_does_not_load_is_not_available(patch, tmp_path,
                                                          error):
     """Installed, but broken: a library of the system is missing."""
     (tmp_path / "broken_engine.py").write_text(
-        f"raise {error.__name__}('libcudart.so.12 is not there')\n")
+        f"raise {error.__name__}('libcudart.so.12 is missing')\n")
     patch.syspath_prepend(tmp_path)
     patch.setitem(registry.ENTRIES, "torch", registry.Entry(
         "broken_engine", "broken_engine", "torch"))
     patch.delitem(registry._instances, "torch", raising=False)
     with pytest.raises(BackendNotAvailable, match=re.escape(
-            "the 'torch' backend cannot be loaded (libcudart.so.12 is not "
-            "there). Run pip install torch, or switch with ")):
+            "the 'torch' backend cannot be loaded (libcudart.so.12 is "
+            "missing). Run pip install torch, or switch with ")):
         set_backend("torch")
 
 
@@ -182,7 +182,7 @@ def test_set_backend_is_for_all_threads_and_using_backend_for_one(patch):
     assert seen() == "mxnet"
 
 
-def test_tasks_inherit_the_engine_and_keep_their_own(patch):
+def test_tasks_inherit_the_backend_and_keep_their_own(patch):
     names = ("mxnet", "torch")
     for name in names:
         install(patch, name, type(name, (Engine,), {}))
@@ -199,7 +199,7 @@ def test_tasks_inherit_the_engine_and_keep_their_own(patch):
     assert asyncio.run(main()) == [("torch", "mxnet"), ("torch", "torch")]
 
 
-def test_an_engine_is_made_once_by_however_many_threads(patch):
+def test_threads_share_one_backend_instance(patch):
     made = []
 
     class Slow(Engine):

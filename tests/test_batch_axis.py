@@ -111,7 +111,7 @@ def check(case, kind, devices, step, loss, y, X=TOKENS):
 
 def test_the_batch_is_the_second_axis(case, devices):
     """Values of the loss (time, batch), or one for each example; labels
-    (batch,); a mean of all; passes of two parts; a loop of one's own."""
+    (batch,); a mean of all; passes of two parts; a custom loop."""
     X, y = put(TOKENS), put(LABELS)
 
     def step(replicas, trainer, loss=case.loss, y=y, **options):
@@ -173,7 +173,7 @@ def test_several_values_for_each_example(case, devices, rows):
 
 
 def test_a_loss_of_all_pairs_is_refused(case, devices):
-    """(n, n), where outputs (n, 1) meet labels (n,) by broadcasting."""
+    """(n, n), where outputs (n, 1) broadcast with labels (n,)."""
     def loss(output, label):
         return (output[:, 0, :1] - output[:, 0, 0]) ** 2
 

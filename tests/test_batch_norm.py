@@ -1,7 +1,7 @@
 """The three meanings of batch normalization on several devices.
 
 Float64 throughout, so that two ways to compute the same sum agree to about
-1e-15 and a limit of 1e-12 leaves no room for another formula: a momentum of
+1e-15 and a limit of 1e-12 excludes any other formula: a momentum of
 0.9 instead of float32(0.9) is off by 2e-8, an unbiased variance by 1 / n.
 """
 
@@ -413,7 +413,7 @@ def marked(k, last):
 
 
 class Trouble(Exception):
-    """Of the user's own network."""
+    """An error in the user's network."""
 
 
 @pytest.mark.timeout(120)
@@ -421,9 +421,9 @@ class Trouble(Exception):
     ("average", False), ("sync", False), ("sync", True)])
 def test_an_error_in_one_replica_is_raised_and_nothing_hangs(
         engine, devices, policy, middle):
-    """Where the others wait for it at the second layer, or before any.
-    Afterwards all have equal buffers: torch's counters too, which went on
-    where no error was."""
+    """The others wait for it at the second layer, or before any layer.
+    Afterwards all devices have equal buffers, torch's counters too, which
+    other devices had increased."""
     def forward(net, x, largest):
         x = net.bn1(x) if middle else x
         if largest == 99:
@@ -503,7 +503,7 @@ FORWARDS = {
 
 
 def test_what_a_pass_keeps_in_an_attribute_is_its_devices(engine, devices):
-    """In the attribute itself, and in a list of the user's."""
+    """In the attribute itself, and in a user's list."""
     def kept(net, x):
         net.kept = net.a(x)
         net.several.append(net.norm(x))
@@ -581,7 +581,7 @@ def test_the_network_may_end_the_training_mode_of_a_layer(
 
 @pytest.mark.parametrize("name", MXNET)
 def test_sync_refuses_a_layer_that_trains_in_a_prediction(name, devices):
-    """It would be normalized by the rows of each device."""
+    """It would be normalized by the examples of each device."""
     with using_engine(name) as engine:
         from mxnet import autograd
 
@@ -644,7 +644,7 @@ def test_gradients_of_a_pass_that_predicts(engine, devices, policy, how):
 
 @pytest.mark.parametrize("name", MXNET)
 def test_batch_norms_that_are_no_layers(name, devices):
-    """A block that calls F.BatchNorm itself, as a SymbolBlock does: refused
+    """A block that calls F.BatchNorm itself, as a SymbolBlock does: an error
     where mgpu would have to compute it."""
     with using_engine(name) as engine:
         from mxnet.gluon import HybridBlock
@@ -676,7 +676,7 @@ def test_batch_norms_that_are_no_layers(name, devices):
 
 
 def doubling(engine):
-    """A layer with a forward pass of the user's."""
+    """A layer with a user-defined forward pass."""
     net = batch_norm(engine)
     kind = type(net[0])
     name = "hybrid_forward" if engine.name == "mxnet" else "forward"

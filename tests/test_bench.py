@@ -118,7 +118,7 @@ ONE = {"rows": 100, "dispatch": 2.0, "copy": 1.0, "fixed": 4.0,
     # three on two: 1.5 times
     (3, 2, dict(dispatch=6, compute=31.5, reduce=2.5 + 9, update=4.5))])
 def test_predict(k, room, parts):
-    """Numbers that are exact in binary, worked by hand."""
+    """Numbers that are exact in binary, computed manually."""
     found = bench.predict({**ONE, "room": room}, k)
     assert found["parts"] == {**parts, "copy": 1, "other": 0.25}
     assert found["devices"] == k

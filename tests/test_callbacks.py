@@ -177,7 +177,7 @@ def test_an_infinite_gradient_skips_the_whole_step(backend):
 def test_clip_norm_is_that_of_a_loop_of_the_framework(
         backend, semantics, scale):
     """Of the gradient of the mean loss, by Gluon's and torch's formulas; the
-    gradients are small, so that their constants are told apart."""
+    gradients are small, so that their constants matter."""
     limit, rate = 1e-7, 1e6
 
     def loss(output, y):
@@ -243,7 +243,7 @@ def test_when_callbacks_come(backend):
 
 @pytest.mark.parametrize("at", [2, 3])
 def test_a_callback_ends_the_training_after_its_step(backend, at, tmp_path):
-    """The history has all steps; the checkpoint goes on with the next."""
+    """The history has all steps; the checkpoint resumes with the next."""
     def stop(event):
         if event.step == at:
             event.stop()
@@ -357,7 +357,7 @@ def test_a_best_epoch_of_other_devices_is_refused(backend, tmp_path):
 
 
 def test_a_refused_training_leaves_the_callbacks(backend, tmp_path):
-    """Also one that is refused with its first batch."""
+    """Also one that raises with its first batch."""
     run, other = made(backend, on(0, 1)), made(backend, on(0, 1))
     free, uneven = callbacks.EMA(0.5), [(X, LABELS[:5])]
     every = [callbacks.EarlyStopping(2, "train_loss"),
@@ -380,7 +380,7 @@ def test_a_refused_training_leaves_the_callbacks(backend, tmp_path):
                 + options.get("callbacks", [])})
     assert [one.best for one in every] == before
     assert run[1].num_update == updates
-    free.update(made(backend, on(0))[0])    # it belongs to nobody yet
+    free.update(made(backend, on(0))[0])    # it has no training yet
     with pytest.raises(ValueError):
         train(other, JOINED[:1] + uneven, 1, callbacks=every)
     assert every[0].best is None            # it had begun
@@ -559,7 +559,7 @@ def test_other_callbacks_than_a_run_began_with_are_refused(backend, tmp_path):
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_a_run_goes_on_between_accumulated_steps(backend, tmp_path, listed):
+def test_a_run_resumes_between_accumulated_steps(backend, tmp_path, listed):
     def data():
         return DATA if listed else datasets.BatchIterator(
             X, LABELS, 4, seed=1)

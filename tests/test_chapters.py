@@ -30,7 +30,7 @@ def resnet18(devices, lr=2.0 ** -8, **options):
 
 
 if {"mxnet", "torch"} <= set(BACKENDS):     # it compares the two
-    def test_lenet_agrees_on_both_engines(devices):
+    def test_lenet_agrees_on_both_backends(devices):
         """1e-10 is what the project promises; measured: 9e-16."""
         runs = []
         for name in ("mxnet", "torch"):

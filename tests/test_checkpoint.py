@@ -1,5 +1,5 @@
-"""`mgpu.save_checkpoint`: the run that goes on from the file is the run that
-goes on from there, to the bit; or the file is refused and nothing changes."""
+"""`mgpu.save_checkpoint`: a run resumed from the file equals the uninterrupted
+run bit for bit, or loading raises and nothing changes."""
 import os
 import random
 import re
@@ -245,7 +245,7 @@ def plain(backend, devices, **options):
 @pytest.mark.parametrize("source", BACKENDS)
 @pytest.mark.parametrize("target", BACKENDS)
 @pytest.mark.parametrize("k, other", [(4, 3)])
-def test_another_number_of_devices_or_engine(source, target, k, other,
+def test_another_number_of_devices_or_backend(source, target, k, other,
                                              tmp_path):
     """With new random streams; numbers agree to rounding."""
     with mgpu.using_backend(source) as backend:
@@ -321,7 +321,7 @@ def extra_state(layer):
 
 
 @pytest.mark.parametrize("backend", TORCH, indirect=True)
-def test_what_layers_add_to_a_state_goes_on(backend, devices, tmp_path):
+def test_extra_state_of_layers_is_resumed(backend, devices, tmp_path):
     """Without pickle."""
     whole = training(backend, devices, None, net=counting(extra_state))
     go_on(whole, 7, 4, tmp_path / "saved")
@@ -439,7 +439,7 @@ def test_gradients_that_wait_for_a_step(backend, devices, tmp_path, grad_req):
         assert_bit_equal(resumed[0].export_numpy()[name], x)
 
 
-# -- what is refused ----------------------------------------------------------
+# -- errors -------------------------------------------------------------------
 
 def test_a_save_between_the_halves_of_a_step_is_refused(backend, tmp_path):
     replicas, trainer, data = run = plain(backend, on(0, 1))

@@ -111,7 +111,7 @@ def test_reproduce_auto_parallelism(backend, tmp_path):
 
 
 if {"mxnet", "torch"} <= set(BACKENDS):     # these compare the two
-    def test_both_engines_one_after_the_other(tmp_path):
+    def test_both_backends_one_after_the_other(tmp_path):
         file = tmp_path / "runs.json"
         result = mgpu_command("reproduce", "lenet", "--backend", "both",
                               "--devices", "1,2", *SMALL, "--dtype",
@@ -228,7 +228,7 @@ def test_a_missing_package_is_one_line(without, arguments):
                            "pip install click rich tqdm.\n")
 
 
-def test_help_loads_no_engine():
+def test_help_loads_no_backend():
     done = subprocess.run(
         [sys.executable, "-c", "import sys; from mgpu import cli\n"
          "cli.cli(['--help'], standalone_mode=False)\n"
@@ -269,7 +269,7 @@ def finding(report, words):
     return found[0]
 
 
-def test_the_doctor_knows_every_engine(default):
+def test_doctor_lists_every_backend(default):
     report = doctor.diagnose()
     rows = {row["name"]: row for row in report["backends"]}
     assert set(rows) == {"mxnet", "torch"}

@@ -67,7 +67,7 @@ def test_allreduce_is_exact_and_in_place(backend, algorithm):
 def test_allreduce_keeps_the_dtype(backend, algorithm):
     for dtype, op in itertools.product(DTYPES, OPS):
         if op == "mean" and "int" in dtype:
-            continue        # refused, see below
+            continue        # raises, see below
         hosts = integers(3, (3, 3), dtype)
         data = put(backend, hosts)
         allreduce(data, op=op, algorithm=algorithm)
@@ -229,7 +229,7 @@ def test_what_is_not_native_is_refused(backend, function):
 
 
 def assert_refused(backend, values, text, functions=(allreduce,), **options):
-    """Each of the functions refuses these arrays and leaves them alone."""
+    """Each of the functions raises for these arrays and leaves them alone."""
     data = put(backend, values)
     for function in functions:
         with pytest.raises(ValueError) as refused:
@@ -351,7 +351,7 @@ def test_one_array_may_be_read_twice(backend):
         == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-def test_allgather_along_an_axis_that_is_not_there(backend):
+def test_allgather_along_a_missing_axis(backend):
     for shape, axis in (((2, 2), 2), ((2, 2), -3), ((), 0), ((3,), 1)):
         assert_refused(
             backend, [np.ones(shape, "float32")] * 2,
@@ -382,7 +382,7 @@ def test_arrays_that_do_not_lie_in_memory_row_by_row(backend, devices):
     hosts = integers(len(devices), (2, 3))
     for algorithm in ALGORITHMS:
         if backend.name == "torch" and algorithm in ("ring", "sharded"):
-            continue        # refused, see below
+            continue        # raises, see below
         data = [x.T for x in put(backend, [h.T.copy() for h in hosts])]
         allreduce(data, algorithm=algorithm)
         for x in data:
@@ -515,7 +515,7 @@ class Noting(AllReduce):
                           list(roots)))
 
 
-def test_a_strategy_of_the_users_gets_what_it_is_promised(backend):
+def test_a_user_defined_strategy_gets_its_arguments(backend):
     """An axis for each array, no empty arrays, a sum for a mean."""
     own, lists = Noting(), [put(backend, [np.ones(shape, "float32")] * 2)
                             for shape in ((), (0, 3), (4,), (2, 2))]

@@ -81,7 +81,7 @@ def test_put_keeps_the_dtype_or_converts(backend, devices):
             assert_bit_equal(backend.to_numpy(array), x.astype(dtype))
 
 
-def test_numbers_have_the_dtypes_of_both_engines(backend):
+def test_numbers_have_the_dtypes_of_both_backends(backend):
     """Python floats become float32, the default of both; arrays stay."""
     for x, dtype in [
             (3, "int64"), (2.5, "float32"), ([1, 2], "int64"),
@@ -236,7 +236,7 @@ def test_what_is_no_network_is_refused(backend):
             f"received {type(net).__module__}.{type(net).__name__}.")
 
 
-def test_host_dtypes_that_one_engine_lacks_are_refused_by_both(backend):
+def test_host_dtypes_that_one_backend_lacks_raise_on_both(backend):
     for dtype, wide in (("int16", "int64"), ("uint16", "int64"),
                         ("uint64", "int64"), ("complex64", "float64")):
         with pytest.raises(ValueError, match=(
@@ -503,7 +503,7 @@ def test_softplus_does_not_overflow_and_keeps_small_values(backend):
     np.testing.assert_allclose(made, np.logaddexp(0, x), rtol=1e-15)
 
 
-def test_slopes_at_a_kink_are_the_same_on_both_engines(backend):
+def test_slopes_at_a_kink_are_the_same_on_both_backends(backend):
     for name, at, options, slope in (
             ("relu", 0.0, {}, 0.0), ("abs", 0.0, {}, 0.0),
             ("maximum", 0.5, {"y": 0.5}, 1.0),

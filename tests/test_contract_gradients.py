@@ -354,7 +354,7 @@ def test_a_scope_holds_no_await(backend):
         await asyncio.gather(awaits(), computes())
         with mgpu.record():     # a block without one is as ever
             seen.append(replicas[0](x).shape)
-        await awaits()          # nobody else computes
+        await awaits()          # no other task computes
 
     with mgpu.no_grad():        # and what holds outside holds in all tasks
         asyncio.run(main())

@@ -40,7 +40,7 @@ def test_the_first_exception_is_raised_after_all_have_run(parallel):
         parallel([lambda i=i: thunk(i) for i in range(4)])
     assert raised.value.args == (1,)
     assert sorted(ran) == [0, 1, 2, 3]
-    assert parallel([lambda: 1, lambda: 2]) == [1, 2]   # and goes on working
+    assert parallel([lambda: 1, lambda: 2]) == [1, 2]   # and still works
 
 
 class Odd(BaseException):

@@ -334,8 +334,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         server, name = self.server, os.path.basename(self.path)
         server.log.append(name)
-        if server.refusals:
-            return self.send_error(server.refusals.pop(0))
+        if server.statuses:
+            return self.send_error(server.statuses.pop(0))
         body = server.files[name]
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -352,13 +352,13 @@ def server(env):
     """A mirror on the loopback interface.
 
     ``files``: what it has, by name. ``cuts``: after how many bytes of its
-    body each next answer ends. ``refusals``: the status of each next answer.
+    body each next answer ends. ``statuses``: the status of each next answer.
     ``log``: the requests.
     """
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as mirror:
         mirror.files = {name + ".gz": gzip.compress(data)
                         for name, data in contents().items()}
-        mirror.cuts, mirror.refusals, mirror.log = [], [], []
+        mirror.cuts, mirror.statuses, mirror.log = [], [], []
         thread = threading.Thread(target=mirror.serve_forever,
                                   kwargs={"poll_interval": 0.01})
         thread.start()
@@ -400,7 +400,7 @@ def test_a_transfer_that_was_cut_short_is_tried_again(server, cache):
 
 
 def test_a_download_says_when_pooch_is_missing(server, cache, env):
-    env.setitem(sys.modules, "pooch", None)     # import refuses
+    env.setitem(sys.modules, "pooch", None)     # the import raises
     with pytest.raises(ImportError) as error:
         datasets.fashion_mnist(16)
     for part in ("pip install pooch", str(cache), "MGPU_DATA", "digits"):
@@ -435,7 +435,7 @@ def test_a_second_mirror_takes_over(server, cache, env):
     for part in (url, str(cache), "MGPU_DATA", "digits", "refused"):
         assert part in str(error.value)
     assert os.listdir(cache) == []
-    server.refusals = [503] * 2
+    server.statuses = [503] * 2
     env.setattr(datasets, "_MIRRORS", (server.url,))
     with pytest.raises(ConnectionError, match="503"):
         datasets.fashion_mnist(16)

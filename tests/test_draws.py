@@ -1,5 +1,5 @@
-"""Random numbers that the code of a user's torch network draws: the same in
-every run, although the devices' threads share torch's default stream."""
+"""Random numbers in a user's torch network: the same in every run, although
+the devices' threads share torch's default generator."""
 import threading
 import time
 
@@ -152,7 +152,7 @@ def noisy_backward(noise):
 
 @pytest.mark.parametrize("noise, own", [(unread_noise, True), (alone, False)])
 def test_backward_passes_that_draw_take_turns(backend, noise, devices, own):
-    """In a loop of the user's `own`, and in `train_batch`."""
+    """In the user's `own` loop, and in `train_batch`."""
     import torch
     found = []
     X, y = rows_and_classes()

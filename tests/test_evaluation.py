@@ -156,7 +156,7 @@ def test_forms_of_net(engine, devices):
         assert mgpu.evaluate_accuracy_gpu(form, data(), *device) == exact()
 
 
-def test_a_split_of_ones_own(engine, devices):
+def test_a_user_defined_split(engine, devices):
     seen = []
 
     def split(X, y, places):
@@ -206,7 +206,7 @@ def test_flags_statistics_and_gradients_stay(engine, devices):
     assert flags() == before[1]
 
 
-def test_all_devices_judge_by_the_networks_statistics(engine):
+def test_all_devices_use_the_networks_statistics(engine):
     """Also with ``batch_norm="per_device"``, where another device trains with
     its own, which may be exported."""
     replicas = mgpu.initialize(convnet(engine), on(0, 1), "xavier")
@@ -288,7 +288,7 @@ def test_a_list_of_native_networks_predicts(engine):
 @pytest.mark.parametrize("engine_name", [
     engine for engine in ENGINES if engine.startswith("mxnet")])
 def test_an_error_of_mxnet_does_not_come_up_in_a_later_call(engine_name):
-    """Its backend keeps what nobody has waited for, and raises it anywhere.
+    """MXNet stores the error of an operation and raises it at the next wait.
     (It has no float16 Dense on CPUs.)"""
     with using_engine(engine_name) as engine:
         with contextlib.suppress(Exception):    # left by another test

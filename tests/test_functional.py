@@ -99,7 +99,7 @@ def test_each_name_is_that_function(backend):
         "(data: list[typing.Any], *, op: str = 'sum')")
 
 
-def test_the_engine_is_asked_when_the_function_runs():
+def test_functions_look_up_the_backend_when_called():
     """A function that was imported by name follows `using_backend`."""
     relu = F.relu
     for engine in ENGINES:

@@ -230,7 +230,7 @@ def test_what_programs_change_between_steps_counts_as_in_torch(
         assert pair.gap() < 1e-12
 
 
-def test_an_optimiser_of_the_users_steps_by_summed_gradients(
+def test_a_user_defined_optimizer_gets_summed_gradients(
         on_torch, devices):
     """After `allreduce_grads`, and after a pass of its own."""
     net, other = network(), network()
@@ -334,7 +334,7 @@ def test_an_own_step_applies_the_sum_over_the_devices(on_torch, devices, way):
 @pytest.mark.parametrize("request_", ["write", "add"])
 def test_a_step_after_a_pass_of_the_users_own_is_right(
         on_torch, devices, request_):
-    """A pass on all devices whose gradients nobody used leaves nothing."""
+    """A pass on all devices with unused gradients leaves nothing."""
     net, other = network(), network()
     replicas = mgpu.initialize(net, devices)
     replicas.params()[0].grad_req = request_
@@ -391,7 +391,7 @@ def test_zero_grad_does_not_clear_what_another_trainer_adds_up(on_torch):
 
 
 class Own(optim.Optimizer):
-    """Of a user's, with a step and a memory of its own."""
+    """A user-defined optimizer with its own step and state."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -491,7 +491,7 @@ def test_the_parameters_of_a_loss_are_updated_with_the_networks(
     trainer.load_state_dict(state)
 
 
-def test_an_optimiser_that_no_trainer_steps_is_refused(on_torch):
+def test_an_optimizer_without_a_trainer_raises(on_torch):
     net = network()
     replicas = mgpu.initialize(net, on(0, 1))
     grouped = two_groups(optim.SGD)(net)
@@ -623,7 +623,7 @@ def on_both(backend, **options):
                                   semantics="torch", **options)
 
 
-def test_state_dict_is_what_load_state_dict_takes_on_both_engines(backend):
+def test_state_dict_round_trip_on_both_backends(backend):
     replicas, trainer = on_both(backend)
     X, y = (x.numpy() for x in batch(8))
     backward(replicas, X, y)

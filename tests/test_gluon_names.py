@@ -1,8 +1,8 @@
 """What users of Gluon type, on both backends, against the real Gluon.
 
 The network has known inputs and is in float64; numbers are dyadic, which
-MXNet's float32 scalars hold exactly, so 1e-12 leaves no room for another
-formula (1e-6 where Gluon's kernel takes a rate that it has computed).
+MXNet's float32 scalars hold exactly, so 1e-12 excludes any other formula
+(1e-6 where Gluon's kernel takes a rate that it has computed).
 """
 import gc
 import itertools
@@ -307,7 +307,7 @@ OBJECTS = {
 
 @BOTH
 @pytest.mark.parametrize("name", OBJECTS)
-def test_an_optimiser_object_of_mxnets(name):
+def test_an_mxnet_optimizer_object(name):
     """Step by step the real Trainer with such an object, whose rate and
     decay the program changes in between."""
     mx = mgpu.mxnet_compat()
@@ -341,7 +341,7 @@ def test_an_optimiser_object_of_mxnets(name):
 @BOTH
 def test_any_optimiser_object_of_mxnets_and_multipliers_steps_and_resumes(
         tmp_path):
-    """A class of a user's, and factors of rates and decays; a schedule that
+    """A user-defined class, and factors of rates and decays; a schedule that
     counts; then from a file."""
     mx = mgpu.mxnet_compat()
 
@@ -607,7 +607,7 @@ def test_names_of_a_block_say_what_mgpu_calls(backend):
 # -- initializers -------------------------------------------------------------
 
 @BOTH
-def test_an_initializer_of_the_users_draws_alike_on_both_engines():
+def test_a_user_defined_initializer_is_equal_on_both_backends():
     mx = mgpu.mxnet_compat()
     names = []
 

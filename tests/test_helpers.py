@@ -40,7 +40,7 @@ def test_numerical_gradient():
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("make, shape", [(mlp, (2, 6)),
                                          (convnet, (2, 2, 6, 6))])
-def test_networks_are_the_same_on_all_engines(make, shape, deferred):
+def test_networks_are_the_same_on_all_backends(make, shape, deferred):
     x = np.random.default_rng(0).standard_normal(shape)
     names, outputs = [], []
     for engine in ENGINES:

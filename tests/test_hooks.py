@@ -317,7 +317,7 @@ def test_what_backward_hooks_keep_is_freed(backend, devices):
         ends.append(weakref.ref(net.features))
         del losses
     gc.collect()
-    # devices go on with their parts of the last but one
+    # devices still work on their parts of the last but one
     assert all(end() is None for end in ends[:-2])
 
 

@@ -69,7 +69,7 @@ def test_a_layers_own_gluon_initializer_wins(name, devices):
 
 @on_mxnet
 @pytest.mark.parametrize("how", ["object", "name"])
-def test_a_layers_own_initializer_of_a_class_of_the_users(engine, devices,
+def test_a_layers_own_user_defined_initializer(engine, devices,
                                                           how):
     """As Gluon calls it: an object, or the name of a registered class."""
     import mxnet as mx
@@ -91,8 +91,8 @@ def test_a_layers_own_initializer_of_a_class_of_the_users(engine, devices,
 
 
 @on_mxnet
-def test_a_layers_own_initializer_that_nobody_knows(engine):
-    """Is refused, before a change."""
+def test_a_layers_own_unknown_initializer(engine):
+    """Raises, before a change."""
     import mxnet as mx
     net = mx.gluon.nn.Dense(3, in_units=6)
     with_values(engine, net)
@@ -272,7 +272,7 @@ def test_what_is_loaded_before_the_first_pass_stays(engine, devices, init):
 
 
 def test_a_sample_that_does_not_fit_leaves_the_network(engine):
-    """The first layers know their shapes when the last one refuses; the
+    """The first layers know their shapes when the last one raises; the
     network forgets them."""
     net = convnet(engine, deferred=True)
     before = engine.network(net).specs(), [*map(type, net)]
@@ -469,7 +469,7 @@ def test_a_symbol_block_keeps_the_values_that_were_loaded(
             pictures(4), replica.device))), wanted)
 
 
-def test_a_second_initialize_goes_on_from_a_trained_network(engine):
+def test_a_second_initialize_continues_from_trained_values(engine):
     """Elsewhere, with more devices and in float64."""
     replicas = mgpu.initialize(mlp(engine), on(0), "uniform")
     train(replicas, rows(4))

@@ -21,15 +21,15 @@ def rng():
 # are 192 (dense) and 432 (convolution).
 
 
-@pytest.mark.parametrize("init, shape, wanted", [
+@pytest.mark.parametrize("init, shape, expected", [
     (Constant(-2), (), np.array(-2.0)),
     (Constant([[1, 2], [3, 4]]), (2, 2), np.array([[1., 2.], [3., 4.]])),
     (Constant(np.arange(3)), (2, 3), np.array([[0., 1., 2.]] * 2)),
 ], ids=str)
-def test_deterministic_values(init, shape, wanted):
+def test_deterministic_values(init, shape, expected):
     values = init.draw(shape, rng())
     assert values.dtype == np.float64 and values.flags.writeable
-    np.testing.assert_array_equal(values, wanted, strict=True)
+    np.testing.assert_array_equal(values, expected, strict=True)
 
 
 ALL = [Zero(), One(), Constant(0.1), Constant([[1.5, 2], [3, 4]]), Uniform(),
@@ -72,7 +72,7 @@ def test_create():
     assert create('["normal", {"sigma": 0.5}]') == Normal(0.5)
 
 
-def test_an_initializer_of_ones_own():
+def test_a_user_defined_initializer():
     class Eye(Initializer):
         def sample(self, shape, rng):
             return np.eye(*shape, dtype=np.float32)

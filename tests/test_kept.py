@@ -306,7 +306,7 @@ STATE = {"state": None}
 def test_what_a_pass_keeps_is_as_on_one_device(
         engine, devices, forward, kept, edit, batch_norm, how):
     """Numbers are counted once for a batch, whatever the number of devices;
-    arrays go on with the rows of their device. What the user changes between
+    arrays keep the examples of their device. What the user changes between
     steps, changes on every device."""
     trains_as_plain(engine, lambda: network(engine, forward, **kept), devices,
                     edit, data=batches(3), batch_norm=batch_norm, how=how)
@@ -582,7 +582,7 @@ def test_layers_that_are_not_registered_follow(engine, devices):
 
 @on_torch
 def test_an_attribute_with_a_history(engine, devices):
-    """The gradient goes on through it."""
+    """The gradient flows through it."""
     import torch
     (X, y), = batches(1)
     found = []

@@ -11,7 +11,7 @@ from helpers import assert_all_equal, assert_bit_equal, bricks, on, worst
 from nets import shards_of
 
 if set(BACKENDS) < {"mxnet", "torch"}:
-    pytest.skip("they need two engines", allow_module_level=True)
+    pytest.skip("they need both backends", allow_module_level=True)
 
 import torch                                        # noqa: E402
 

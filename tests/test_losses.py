@@ -398,7 +398,7 @@ def test_labels_of_another_shape_with_as_many_elements(backend):
         assert_bit_equal(a, b)
 
 
-# -- refused ------------------------------------------------------------------
+# -- errors -------------------------------------------------------------------
 
 @pytest.mark.parametrize("label, received, row", [
     ([7, -1, 9], "7", 0), ([-100, 0, 0], "-100", 0),
@@ -489,8 +489,8 @@ def test_what_a_loss_of_several_arrays_refuses(name, arrays, text):
 
 
 def test_a_loss_of_all_rows_on_several_devices(backend):
-    """`train_batch` gives it all rows; `parallel` those of each device, which
-    is refused."""
+    """`train_batch` passes it all examples; `parallel` those of each device,
+    which raises."""
     def loss(x, y):
         return losses.SDMLLoss()((x, 2 * x), y)
     X, y, found = FLAT.astype("float64"), np.zeros(5), []

@@ -98,7 +98,7 @@ def test_a_value_depends_on_the_update_alone():
 
 
 @pytest.mark.parametrize("scheduler, values", [
-    # By hand, from update 0 on; all numbers are dyadic, hence exact.
+    # Computed manually, from update 0 on; all numbers are dyadic, hence exact.
     (FactorScheduler(2, 0.5, 0.25, 1.0), [1, 1, 1, .5, .5, .25, .25, .25]),
     (FactorScheduler(2, 0.5, base_lr=1.0, warmup_steps=4),
      [0, .25, .5, .75, .5, .25, .25]),
@@ -123,7 +123,7 @@ def test_many_updates_cost_nothing():
     assert FactorScheduler(1, 0.5, 0)(10 ** 9) == 0.0
 
 
-def test_a_schedule_of_ones_own():
+def test_a_user_defined_schedule():
     class Halves(LRScheduler):
         def after_warmup(self, num_update):
             return self.base_lr / (1 + num_update - self.warmup_steps)

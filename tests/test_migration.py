@@ -30,7 +30,7 @@ for file in sys.argv[1:]:
 """
 
 if set(BACKENDS) < {"mxnet", "torch"}:
-    pytest.skip("they need two engines", allow_module_level=True)
+    pytest.skip("they need both backends", allow_module_level=True)
 
 import torch                                        # noqa: E402
 from safetensors.torch import load_model            # noqa: E402
@@ -64,7 +64,7 @@ def test_the_converted_network_trains_the_same(printed):
     assert printed["prove"].startswith("same (lockstep, 3 steps")
 
 
-def test_training_goes_on_from_the_weights(printed):
+def test_training_continues_from_the_weights(printed):
     """A start from random weights would have 2.3. With the state of the
     optimizer the rate has been halved already."""
     for name in ("switched", "resumed"):

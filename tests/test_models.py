@@ -73,7 +73,7 @@ def test_resnet18_is_the_texts(engine):
     for p in replicas.statistics():
         for x in p.list_data():
             assert (mgpu.to_numpy(x) == (p.kind == "running_var")).all()
-    # The book's demonstration: four random pictures over two devices, and
+    # The book's demonstration: four random images over two devices, and
     # the first kernel of the first convolution on both.
     X = np.random.default_rng(0).uniform(size=(4, 1, 28, 28))
     outputs = [mgpu.to_numpy(out) for out in replicas(mgpu.split_and_load(

@@ -1,6 +1,5 @@
 """Native networks of all kinds: Gluon's array families, parameters that are no
-attributes, buffers, what is saved; layers and data that cannot be trained are
-refused."""
+attributes, buffers, saving; layers and data that cannot be trained raise."""
 import contextlib
 import copy
 
@@ -384,7 +383,7 @@ def slopes(kind):
     ("symbol", True)])
 def test_slopes_that_mxnet_computes_wrongly_are_refused(name, kind, wrong):
     """Against differences of MXNet's own outputs; where these agree one day,
-    nothing need be refused."""
+    no error is needed."""
     with using_engine(name):
         import mxnet as mx
         net, x = slopes(kind)
@@ -417,7 +416,7 @@ def test_slopes_that_mxnet_computes_wrongly_are_refused(name, kind, wrong):
 def test_windows_that_mxnet_computes_wrongly_are_refused(name, kind, options,
                                                          dtype, wrong):
     """Against differences of MXNet's own outputs, which are linear; where
-    these agree one day, nothing need be refused."""
+    these agree one day, no error is needed."""
     with using_engine(name):
         import mxnet as mx
         net = mx.gluon.nn.HybridSequential()

@@ -1,5 +1,5 @@
-"""What a backend says of a user's network: layers, shared tensors, calls,
-dropout. One body for both backends."""
+"""Properties of native networks: layers, shared tensors, calls, dropout. One
+body for both backends."""
 import numpy as np
 import pytest
 

@@ -71,7 +71,7 @@ def offences(source):
     return found
 
 
-def test_neutral_code_knows_no_engine():
+def test_neutral_code_names_no_backend():
     found = {str(path): offences(path.read_text(encoding="utf-8"))
              for path in NEUTRAL}
     assert not any(found.values()), {k: v for k, v in found.items() if v}
@@ -172,7 +172,7 @@ sys.meta_path[:] = map(Without, sys.meta_path)
 
 
 def run(code, *missing, **environment):
-    """Output of a fresh process in which some packages are not there."""
+    """Output of a fresh process in which some packages are missing."""
     env = {k: v for k, v in os.environ.items() if k != "MGPU_BACKEND"}
     env.update(environment, PYTHONPATH=str(PACKAGE.parent))
     done = subprocess.run(
@@ -247,7 +247,7 @@ def test_mxnet_compat_without_mxnet():
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_loading_an_engine_leaves_the_process_unchanged(name):
+def test_loading_a_backend_leaves_the_process_unchanged(name):
     """NumPy has no new names; environment variables (one that loading MXNet
     replaces meanwhile is set, one is not) and the framework's modes are the
     same."""

@@ -444,7 +444,7 @@ def test_a_rate_of_zero_for_one_parameter_leaves_all_as_they_are(backend,
         np.testing.assert_array_equal(x, before[name])
     assert trainer.num_update == 0
     trainer.lr_mult.clear()
-    step()      # the trainer goes on
+    step()      # the trainer still works
     assert trainer.num_update == 1
 
 

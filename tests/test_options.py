@@ -1,4 +1,4 @@
-"""Options of `initialize` and `Trainer` for speed and for narrow dtypes, each
+"""Options of `initialize` and `Trainer` for speed and mixed precision, each
 against the same training without it.
 
 Where two ways to compute one sum are compared, training is in float64 and
@@ -256,7 +256,7 @@ def test_autocast_ends_before_the_backward_pass(name):
 
 @pytest.mark.parametrize("name", TORCH)
 def test_autocast_float16_with_a_dynamic_scale(name):
-    """float16 rounds to 2**-11 relative; the limit has the same room as that
+    """float16 rounds to 2**-11 relative; the limit has the same margin as that
     of bfloat16."""
     with using_engine(name) as backend:
         found = []
@@ -449,7 +449,7 @@ def test_a_dynamic_scale_is_saved(backend, tmp_path):
     assert (static.loss_scale, static.skipped_steps) == (8.0, 1)
 
 
-# -- refusals -----------------------------------------------------------------
+# -- errors -------------------------------------------------------------------
 
 def test_wrong_options_change_nothing(backend):
     for options, text in (

@@ -15,7 +15,7 @@ import mgpu
 
 ROOT = Path(__file__).resolve().parents[1]
 #: what an sdist has beyond the package: the tests and the site need it
-ROOMS = ("benchmarks", "docs", "examples", "scripts", "studies", "tests")
+FOLDERS = ("benchmarks", "docs", "examples", "scripts", "studies", "tests")
 PAPERS = {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE",
           "MANIFEST.in", "PKG-INFO", "README.md", "mkdocs.yml",
           "pyproject.toml", "pytest_mgpu.py", "setup.cfg"}
@@ -71,12 +71,12 @@ def wheel(sdist, tmp_path_factory):
 
 def test_an_sdist_has_what_the_tests_and_the_site_need(source, sdist):
     found = files(sdist)
-    for room in ("mgpu", *ROOMS):
-        expected = {f"{room}/{name}" for name in files(source / room)}
+    for name in ("mgpu", *FOLDERS):
+        expected = {f"{name}/{x}" for x in files(source / name)}
         assert len(expected) > 2 and expected <= found, expected - found
     assert {name for name in found if "/" not in name} == PAPERS
     assert {name.split("/")[0] for name in found if "/" in name} == {
-        "mgpu", "mgpu_gluon.egg-info", *ROOMS}
+        "mgpu", "mgpu_gluon.egg-info", *FOLDERS}
 
 
 def test_a_wheel_is_the_whole_package_and_nothing_else(source, wheel):

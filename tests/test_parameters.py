@@ -237,7 +237,7 @@ def test_a_bias_learns_while_its_weight_is_frozen(name, devices, make, when):
 
 @pytest.mark.parametrize("source, target", list(zip(
     ENGINES, ENGINES[1:] + ENGINES[:1])))
-def test_values_cross_engines_and_device_counts(source, target):
+def test_values_cross_backends_and_device_counts(source, target):
     with using_engine(source) as engine:
         a = mgpu.initialize(convnet(engine), on(0, 1), "xavier",
                             batch_norm="average", dtype="float64")

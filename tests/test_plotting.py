@@ -64,7 +64,7 @@ def test_animator_keeps_the_values():
         assert list(line.get_xdata()) == x and list(line.get_ydata()) == y
 
 
-def test_animator_takes_arrays_of_the_engine(backend):
+def test_animator_takes_arrays_of_the_backend(backend):
     animator = Animator()
     animator.add(1, [backend.put(np.array([0.5]), cpu(1)),
                      backend.put(np.array([2.0]), cpu(0))])
@@ -146,7 +146,7 @@ def test_ipython_without_a_kernel_shows_nothing(notebook):
     assert notebook.shown == []
 
 
-# -- files that are refused -------------------------------------------------
+# -- files that raise -------------------------------------------------------
 
 @pytest.mark.parametrize("draw", [
     lambda file: Animator(file=file), lambda file: Animator().save(file),

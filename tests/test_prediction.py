@@ -92,7 +92,7 @@ def test_nothing_else_changes(backend):
                          first)
     after = replicas.export_numpy(all_devices=True)
     assert_all_equal(after, before)
-    # each device judges by its own statistics
+    # each device normalizes with its own statistics
     both = replicas.predict(images)
     assert_bit_equal(both[4:], replicas.predict(images[4:],
                                                 device=mgpu.cpu(1)))

@@ -202,7 +202,7 @@ def test_ctrl_c_while_a_batch_is_waited_for(backend):
 
 
 def test_the_process_ends_with_an_iterator_in_use():
-    """Whose thread the interpreter has stopped: nobody may wait for it."""
+    """The interpreter has stopped its thread, so waiting for it would hang."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c",
          "import itertools, mgpu\n"

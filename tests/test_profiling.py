@@ -111,7 +111,7 @@ def test_a_device_without_rows_computes_nothing(backend):
         "forward", "loss", "backward", "update")}
 
 
-def test_a_loop_of_ones_own(backend, devices):
+def test_a_custom_loop(backend, devices):
     """The pieces are stages inside a step, and nothing outside of it."""
     replicas, trainer = trained(backend, devices)
     X, y = batch()
@@ -141,7 +141,7 @@ def test_one_at_a_time(backend):
                 pass
         mgpu.train_batch(*batch(), replicas, LOSS, trainer)
     assert len(outer.steps) == 1 and is_off()
-    with outer:                         # goes on counting
+    with outer:                         # continues counting
         mgpu.train_batch(*batch(), replicas, LOSS, trainer)
     assert [s.number for s in outer.steps] == [0, 1]
     assert outer.steps[1].begin > outer.steps[0].begin
@@ -191,7 +191,7 @@ def test_off_is_off(backend):
 # -- what is made of it -------------------------------------------------------
 
 def made(*steps, devices=1, rows=8):
-    """A Profile by hand. Each step: milliseconds of dispatch, copy,
+    """A Profile made from numbers. Each step: milliseconds of dispatch, copy,
     compute, reduce, update, other; the host waits for the last four but
     other, all devices compute and update as long."""
     profile, begin = Profile(), 0.0

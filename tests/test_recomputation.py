@@ -169,7 +169,7 @@ def test_data_parallel_computes_joint_statistics_again(devices):
 
 @pytest.mark.parametrize("options", [dict(once=False), dict(
     once=True, reentrant=True)], ids=["two calls", "reentrant"])
-def test_what_cannot_be_told_apart_is_refused(options, devices):
+def test_reentrant_checkpoints_with_sync_raise(options, devices):
     replicas, _ = start(synchronized(**options), len(devices),
                         batch_norm="sync")
     with pytest.raises(RuntimeError, match="Use use_reentrant=False"):
@@ -192,7 +192,7 @@ def test_given_masks_are_used_again(reentrant):
         assert relative_difference(g, h) < 1e-12
 
 
-def test_outputs_in_an_object_of_the_users(devices):
+def test_outputs_in_a_user_defined_object(devices):
     """The backward pass finds the tensors there: it counts no batch again."""
     from types import SimpleNamespace
 

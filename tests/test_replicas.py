@@ -1,5 +1,5 @@
 """Calls of `Replicas` and of one replica: inputs, devices without rows, modes,
-dropout; that a network ends when nobody uses it."""
+dropout; unused networks are freed."""
 import contextlib
 import gc
 import types
@@ -281,7 +281,7 @@ def test_channel_dropout_drops_channels(engine):
 
 # -- the object ---------------------------------------------------------------
 
-def test_a_network_that_nobody_uses_ends(backend, devices):
+def test_an_unused_network_is_freed(backend, devices):
     """mgpu's own tables keep none, nor its memory."""
     replicas = mgpu.initialize(mlp(backend), devices)
     trainer = mgpu.Trainer(replicas, "sgd")

@@ -48,7 +48,7 @@ def test_a_killed_run_ends_as_the_uninterrupted_one(engine, tmp_path):
 @pytest.mark.parametrize("number, kind", [
     (signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
 def test_a_signal_ends_the_step_first(backend, tmp_path, number, kind):
-    """A checkpoint is there, from which the run goes on to the bit. (Step 7
+    """The run resumes bit for bit from the checkpoint. (Step 7
     is the last of an epoch: on MXNet runs are equal that save at the same
     steps.)"""
     run = made(on(0, 1))
@@ -181,8 +181,7 @@ def test_only_whole_checkpoints_count(backend, tmp_path):
 
 
 def test_two_runs_in_one_folder(backend, tmp_path):
-    """The second is refused as long as the first one runs, and writes
-    nothing."""
+    """The second raises while the first one runs, and writes nothing."""
     run, other = made(on(0)), made(on(0), seed=9)
     before = everything(other, mgpu.History())
     seen = []
@@ -263,8 +262,8 @@ def test_a_folder_that_does_not_stay_is_not_mistaken(
 
 @pytest.mark.parametrize("data", ["list", "prefetched", "ahead", "any"])
 def test_other_data(backend, tmp_path, data):
-    """A list of batches goes on in an epoch, batches that are drawn ahead
-    too; of any other iterable whole epochs are saved."""
+    """A list of batches resumes within an epoch, prefetched batches too; any
+    other iterable resumes at the start of an epoch."""
     batches = [(ROWS[i:i + 7], resuming.LABELS[i:i + 7])
                for i in range(0, 26, 7)]
 

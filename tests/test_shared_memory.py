@@ -148,8 +148,8 @@ def texts(length):
 @pytest.mark.device_counts(1, 3)
 def test_a_buffer_that_a_longer_text_makes_longer(
         backend, devices, grows_in, tmp_path):
-    """Training goes on as in plain PyTorch, and the values of the longer one
-    are saved and read; before one is there, refused whole."""
+    """Training continues as in plain PyTorch, and the values of the longer one
+    are saved and loaded; loading raises before it exists."""
     import torch
     plain = rotating()
     replicas = mgpu.initialize(copy.deepcopy(plain), devices)

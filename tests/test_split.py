@@ -145,7 +145,7 @@ def test_gradients_flow_back(engine, devices):
         assert_bit_equal(mgpu.to_numpy(mgpu.grad(x)), expected)
 
 
-def test_an_axis_that_is_not_there(backend):
+def test_a_missing_axis_raises(backend):
     for shape, axis in (((4,), 1), ((4, 2), 2), ((4, 2), -3), ((), 0)):
         x = np.ones(shape)
         for data in (x, backend.put(x, cpu(0))):
@@ -382,7 +382,7 @@ def test_different_lengths_are_refused(backend, X, y, received):
 
 
 def test_a_list_with_an_entry_for_each_row(engine, devices):
-    """The boxes of each picture."""
+    """The boxes of each image."""
     X = np.random.default_rng(0).normal(size=(5, 6))
     y = [{"boxes": np.full((n, 4), 0.5), "n": n} for n in (1, 2, 3, 1, 2)]
     X_shards, y_shards = split_batch(X, y, devices)

@@ -76,7 +76,7 @@ def test_many_trainings_leave_nothing(name):
     time with thunks that wait for each other (synchronized batch norm)."""
     run(name, """
     order, most, dropped = random.Random(0), 0, []
-    pictures = rng.random((5, 2, 6, 6)), rng.integers(0, 3, 5)
+    images = rng.random((5, 2, 6, 6)), rng.integers(0, 3, 5)
 
     def once(k, i):
         if i % 4:
@@ -87,7 +87,7 @@ def test_many_trainings_leave_nothing(name):
                 convnet(backend), mgpu.list_devices(k), "xavier", seed=i,
                 dtype="float64", batch_norm="sync")
             trainer = mgpu.Trainer(replicas, "sgd", dict(learning_rate=0.1))
-            data = pictures
+            data = images
         dropped.extend([weakref.ref(replicas), weakref.ref(trainer)])
         mgpu.train(replicas, [data], [data], loss, trainer, 1,
                    progress=False, prefetch=i % 3)
@@ -140,7 +140,7 @@ def test_ctrl_c_ends_a_training(name, options):
     finally:
         process.kill()
     assert process.returncode == -signal.SIGINT, err
-    # not as its last line: an MXNet array that Ctrl-C met in its __init__
+    # not as its last line: an MXNet array interrupted in its __init__
     # complains when it is finalized
     assert "\nKeyboardInterrupt\n" in err and "in train" in err
 

@@ -1,5 +1,5 @@
-"""`mgpu.strict_devices`: what GPUs would refuse is refused on logical CPU
-devices, what they allow is allowed, and bytes are counted."""
+"""`mgpu.strict_devices`: what raises on GPUs raises on logical CPU devices,
+what they allow is allowed, and bytes are counted."""
 import contextlib
 import os
 import subprocess
@@ -290,12 +290,12 @@ for call in lambda: x + y, lambda: mgpu.parallel(lambda a: a + x, [x, y]):
     try:
         call()
     except mgpu.CrossDeviceError:
-        print("refused")
+        print("raised")
 """
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True,
         env={**os.environ, "MGPU_STRICT_DEVICES": "1"}, timeout=300)
-    assert out.stdout.split() == ["refused"] * 2, out.stderr
+    assert out.stdout.split() == ["raised"] * 2, out.stderr
     assert out.returncode == 0 and not out.stderr
 
 

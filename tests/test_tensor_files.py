@@ -1,5 +1,5 @@
-"""Files of arrays: safetensors with digests, that hold what was written or
-are refused before they cost anything."""
+"""Files of arrays: safetensors with digests. A file holds what was written, or
+reading raises before memory is allocated."""
 import contextlib
 import errno
 import fcntl
@@ -227,7 +227,7 @@ def test_names_are_data(tmp_path):
 
 def test_no_file_behind_a_link_is_written(tmp_path):
     target, link = tmp_path / "target", tmp_path / "link"
-    for _ in range(2):      # a file that is not there, and one that is
+    for _ in range(2):      # a missing file, and an existing one
         link.symlink_to(target)
         with pytest.raises(FileExistsError, match="a link to .*target"):
             write(link)

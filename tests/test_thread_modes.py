@@ -1,6 +1,6 @@
 """What torch keeps for each thread acts on passes that run in the devices'
 threads: modes around a step that see its operations, hooks on what is saved,
-the default device. Networks are in float64; the judge is the plain loop.
+the default device. Networks are in float64; the reference is a plain loop.
 """
 import contextlib
 import copy
@@ -106,7 +106,7 @@ def test_what_a_mode_counts_is_that_of_the_whole_batch(engine, devices):
         trained(engine, on(*range(k)), around)
         found.append([mode.flop_counts["Global"] for mode in modes])
     assert found[0] == found[1] and found[0][0]
-    # two threads would meet inside of a hook; one waits there in vain
+    # two threads would wait for each other in a hook; one waits in vain
     meeting, met = threading.Barrier(2), []
 
     def pack(x):
@@ -132,7 +132,7 @@ def test_the_default_device_is_that_of_the_calling_thread(devices):
 
 
 def test_dropout_inside_hooks_draws_the_same_masks(devices):
-    """Hooks of the user's around a step are no checkpoint."""
+    """The user's hooks around a step are no checkpoint."""
     import torch
     net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5))
     found = []
@@ -147,7 +147,7 @@ def test_dropout_inside_hooks_draws_the_same_masks(devices):
 
 
 @pytest.mark.parametrize("around", [scaling, rounding])
-def test_modes_around_devices_that_meet_are_refused(around, devices):
+def test_modes_around_synchronized_devices_raise(around, devices):
     import torch
     X = np.ones((8, 6), "float32")
     replicas = mgpu.initialize(torch.nn.Sequential(

@@ -1,4 +1,4 @@
-"""The clocks wait for the devices that they are told, and add up right."""
+"""Timers wait for their devices, and add up right."""
 from types import SimpleNamespace
 
 import numpy as np

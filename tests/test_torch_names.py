@@ -11,7 +11,7 @@ from helpers import assert_bit_equal
 from nets import convnet
 
 if set(BACKENDS) < {"mxnet", "torch"}:
-    pytest.skip("they need two engines", allow_module_level=True)
+    pytest.skip("they need both backends", allow_module_level=True)
 
 import torch                                        # noqa: E402
 from torch import nn                                # noqa: E402
@@ -310,7 +310,7 @@ def test_functions_of_torch_compute_by_themselves():
         assert_bit_equal(found, wanted.numpy())
 
 
-def test_both_engines_draw_the_same_from_a_function_of_torch():
+def test_both_backends_draw_the_same_from_a_torch_function():
     def drawn(name):
         with mgpu.using_backend(name) as backend:
             return replicas_of(backend, 2, init.kaiming_normal_,

@@ -2,7 +2,7 @@
 
 Networks are in float64 and without batch norm unless a test says otherwise,
 so that K devices differ from one by rounding only, about 1e-16 a step, and
-1e-12 leaves no room for another formula.
+1e-12 excludes any other formula.
 """
 import threading
 from queue import SimpleQueue
@@ -128,7 +128,7 @@ def test_a_wrong_option_in_the_middle_of_a_training_changes_nothing(backend):
 
 # -- who uses the replicas ----------------------------------------------------
 
-def test_replicas_made_void_are_refused(backend, devices, tmp_path):
+def test_invalidated_replicas_raise(backend, devices, tmp_path):
     net = mlp(backend)
     old, trainer = sgd(backend, devices, net)
     zeros = {name: 0 * value for name, value in old.export_numpy().items()}
@@ -206,7 +206,7 @@ def test_a_pass_that_fails_late_updates_nothing(name, devices):
 
 
 def test_one_thread_at_a_time(backend, devices):
-    """A second thread is refused without waiting, and the first goes on."""
+    """A second thread raises without waiting; the first continues."""
     replicas, trainer = sgd(backend, devices)
     refused = SimpleQueue()
 
@@ -221,7 +221,7 @@ def test_one_thread_at_a_time(backend, devices):
     def loss(output, label):
         thread = threading.Thread(target=other, daemon=True)
         thread.start()
-        thread.join(60)     # one that is not refused waits for this one
+        thread.join(60)     # without an error it waits for this one
         return LOSS(output, label)
     mgpu.train_batch(*batch(8), replicas, loss, trainer)
     texts = [refused.get() for _ in range(refused.qsize())]
@@ -442,7 +442,7 @@ def test_gluons_own_loop_follows_another_grad_req(name, devices, requests):
 
 @pytest.mark.parametrize("policy", ["per_device", "average"])
 @pytest.mark.parametrize("ours, other", [*zip(BACKENDS, BACKENDS[::-1])])
-def test_a_trainer_remembers_its_engine(ours, other, policy, tmp_path):
+def test_a_trainer_keeps_its_backend(ours, other, policy, tmp_path):
     """A step, or a file, while the other one is in use."""
     X, y = np.random.default_rng(0).normal(size=(4, 2, 6, 6)), np.arange(4) % 3
     found = []

@@ -55,8 +55,8 @@ def test_a_step_without_a_backward_pass(backend, devices, passes):
 
 
 def test_a_step_of_a_part_of_the_rows(engine, devices):
-    """Of the rows of one device, whose losses alone have a backward pass; or
-    through the network itself, after a write to it."""
+    """Of the examples of one device, whose losses alone have a backward pass;
+    or through the network itself, after a write to it."""
     X, y = batch(9)
 
     def go(replicas, trainer):
@@ -85,7 +85,7 @@ def test_a_step_after_a_refused_one(engine, devices):
         engine, devices, gated(engine), momentum=0.5))
 
 
-@pytest.mark.parametrize("stepped, request_", [("by hand", "write"),
+@pytest.mark.parametrize("stepped, request_", [("custom", "write"),
                                                ("train_batch", "add")])
 def test_an_edit_that_leaves_zeros_is_none(engine, devices, stepped,
                                            request_):
@@ -203,7 +203,7 @@ def test_a_step_applies_one_batch(engine, devices):
 
 def test_train_batch_applies_no_earlier_gradient(engine, devices):
     """Of a batch that was given up, by layers that the next one does not
-    reach; in steps by hand the gradient stays, as in Gluon."""
+    reach; in custom steps the gradient stays, as in Gluon."""
     for by_hand in (False, True):
         replicas, trainer = sgd(engine, devices, gated(engine))
         backward(replicas, *sides(-1, 1))
@@ -220,7 +220,7 @@ def test_train_batch_applies_no_earlier_gradient(engine, devices):
 
 
 def test_of_several_passes_the_last_counts(engine, devices):
-    """An attack on the rows of each device and then the pass that trains."""
+    """An attack on the examples of each device, then the training pass."""
     def attacked(run, x, labels):
         for _ in range(2):
             x = mgpu.put(mgpu.to_numpy(x), x)
@@ -274,7 +274,7 @@ def test_a_gradient_that_is_changed_between_two_passes_of_a_step(
 @pytest.mark.parametrize("loop", ["replicas", "halved",
                                   "with a forward pass for a log"])
 def test_sums_that_grow_are_summed_once(engine, devices, loop):
-    """``grad_req="add"`` without `zero_grad`: the sum goes on growing, by the
+    """``grad_req="add"`` without `zero_grad`: the sum keeps growing, by the
     next batch's gradients, on any number of devices. What is written to it
     between sum and update is of that step, and of all devices."""
 
@@ -354,8 +354,8 @@ def test_a_gradient_that_the_user_takes_away_is_not_applied(k, when):
 
 
 @pytest.mark.parametrize("overridden, stepped", [
-    ("update", "train_batch"), ("allreduce_grads", "by hand"),
-    ("both", "train_batch"), ("an attribute", "by hand")])
+    ("update", "train_batch"), ("allreduce_grads", "custom"),
+    ("both", "train_batch"), ("an attribute", "custom")])
 def test_a_step_calls_what_a_subclass_overrides(backend, devices, overridden,
                                                 stepped):
     """With what it writes to gradients there, also in ways that torch does
@@ -452,8 +452,8 @@ def test_a_mean_for_each_device_is_refused(engine):
 
 
 def test_a_penalty_has_the_same_pass_or_is_added(backend, devices):
-    """The two cures that the refusal of a second pass names are one number,
-    that of the formula; to call allreduce_grads again is right for "add"."""
+    """The two fixes in the error of a second pass give one number, that of the
+    formula; to call allreduce_grads again is right for "add"."""
     found, X, y = [], *batch(8)
     for way in ("formula", "one pass", "before the sum", "after the sum"):
         replicas, trainer = adding(backend, devices)

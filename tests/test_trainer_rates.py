@@ -85,7 +85,7 @@ def test_a_frameworks_attribute_is_not_set_for_nothing(backend):
             with pytest.raises(AttributeError, match="no attribute "
                                f"'{name}'. Use {use}"):
                 call()
-    trainer.note = 0.5                              # of the user's own
+    trainer.note = 0.5                              # a user's attribute
 
 
 def test_a_wrong_learning_rate_is_refused(backend):
@@ -207,7 +207,7 @@ def test_a_schedule_goes_back_with_the_states(backend, devices, kind, how,
     load(replicas, trainer)
     assert relative_difference(rates(replicas, trainer, 5), wanted[2:]) \
         < 1e-10
-    others = start()        # of a process that goes on
+    others = start()        # of a resumed process
     load(*others)
     assert relative_difference(rates(*others, 5), wanted[2:]) < 1e-10
 

@@ -1,4 +1,4 @@
-"""States of a `Trainer` in files: resumed training, and what is refused."""
+"""States of a `Trainer` in files: resumed training, and errors."""
 import json
 import pickle
 import re

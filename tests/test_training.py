@@ -92,8 +92,8 @@ def test_wrong_losses_are_refused(engine):
 
 
 def test_parallel_leaves_devices_without_rows_out(backend, devices):
-    """So the guide's step by hand takes any loss; a list of None alone is
-    what `fn` is called with."""
+    """So the guide's custom step takes any loss; `fn` is called with a list of
+    None alone."""
     assert mgpu.parallel(lambda x, y: (x, y), [1, None, None],
                          range(3)) == [(1, 0), None, None]
     assert mgpu.parallel(lambda x: x is None, [None] * 3) == [True] * 3
@@ -278,7 +278,7 @@ def test_a_loss_is_called_once_a_step(backend, devices):
 
 def test_a_wrong_trainer_is_refused(backend):
     """Of other replicas, or of the framework: that is named with its module,
-    as "expected a Trainer; received Trainer" helps nobody."""
+    as "expected a Trainer; received Trainer" would not help."""
     a, loss, _ = set_up(backend, on(0))
     _, _, trainer = set_up(backend, on(0, 1))
     with pytest.raises(ValueError, match="a trainer steps the replicas that "
@@ -382,8 +382,8 @@ def test_train(backend, devices):
 
 
 def test_a_network_with_one_output_has_its_own_measure(backend, devices):
-    """`test_iter` wants scores of classes: refused before a step, not after
-    an epoch, and also where the first outputs are 0."""
+    """`test_iter` needs scores of classes: raises before a step, not after an
+    epoch, and also where the first outputs are 0."""
     replicas = mgpu.initialize(mlp(backend, units=(6, 1)), devices, "zeros",
                                dtype="float64")
     trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
@@ -638,7 +638,7 @@ def test_weights_that_are_not_finite_stop_the_training(backend):
 
 @pytest.mark.parametrize("own, other", [("torch", "mxnet")]
                          if len(conftest.BACKENDS) > 1 else [])
-def test_recording_on_the_other_engine_is_an_error(own, other):
+def test_recording_on_the_other_backend_is_an_error(own, other):
     with mgpu.using_backend(own) as engine:
         replicas = mgpu.initialize(mlp(engine), [mgpu.cpu(0)], "uniform")
         x = mgpu.put(np.ones((2, 6), "float32"), mgpu.cpu(0))

@@ -20,7 +20,7 @@ def digits():
 
 
 def resnet():
-    """ResNet-18 with a quarter of its channels, for small pictures."""
+    """ResNet-18 with a quarter of its channels, for small images."""
     mx.random.seed(1)
     net = ResNetV1(BasicBlockV1, [2, 2, 2, 2], [16, 16, 32, 64, 128],
                    classes=10, thumbnail=True)

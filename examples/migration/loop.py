@@ -1,4 +1,4 @@
-"""The loop of the legacy script in mgpu, for either engine."""
+"""The loop of the legacy script in mgpu, for either backend."""
 import mgpu
 
 DEVICES = [mgpu.cpu(0), mgpu.cpu(1)]

@@ -1,4 +1,4 @@
-"""Step 6: the training of step 1 goes on, with the state of its optimiser."""
+"""Step 6: resume the training of step 1, with its optimizer state."""
 import mgpu
 
 mgpu.set_backend("torch")

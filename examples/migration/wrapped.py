@@ -1,4 +1,4 @@
-"""Step 2: the loop is mgpu's; network, engine and numbers stay MXNet's."""
+"""Step 2: the loop is mgpu's; network, backend and numbers stay MXNet's."""
 import mgpu
 
 mgpu.set_backend("mxnet")

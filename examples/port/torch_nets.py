@@ -1,4 +1,4 @@
-"""Ports of `gluon_nets.py` to PyTorch, and one with a slip."""
+"""Ports of `gluon_nets.py` to PyTorch, and one with a bug."""
 from torch import nn
 
 

@@ -2,9 +2,9 @@
 [--row R] [--restarts FILE] [--write]``; see scripts/faults.sh.
 
 Runs each case N times (default 1), a kill at another step each time, and
-prints for each row: runs, detected, hung, worst seconds. `--write` makes
-docs/reliability.md of it, with what `studies.faults.restarts` has printed into
-FILE. Exit status 1 where something was not as promised.
+prints for each row: runs, detected, hung, worst seconds. `--write` writes
+docs/reliability.md, with the output of `studies.faults.restarts` in FILE. Exit
+status 1 where a guarantee did not hold.
 """
 import argparse
 import importlib.metadata
@@ -28,7 +28,7 @@ RESTARTS = {
        "all ranks raise WorkerLost, the job is started again and ends with "
        "the same bits, and no process stays",
     8: "a process is killed in a step drawn at random, and the job is started "
-       "again; it goes on from a checkpoint, and ends with the same bits"}
+       "again; it resumes from a checkpoint and ends with the same bits"}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 
 
@@ -142,7 +142,7 @@ def report(rows, row, name, found, seconds, ended):
                  None, None)
     print(f"{row:3} {name}: " + ("" if seconds is None else
                                  f"{seconds:.1f} s ")
-          + ("as promised" if not found else "; ".join(found)), flush=True)
+          + ("as guaranteed" if not found else "; ".join(found)), flush=True)
 
 
 def page(rows, backends, given):
@@ -169,8 +169,8 @@ def page(rows, backends, given):
         comm=given.comm, cores=len(os.sched_getaffinity(0)),
         python=platform.python_version(), versions=versions,
         hosts=" and ".join(sorted(rows[9].notes)) or "not run",
-        wrong="Everything was as promised." if not wrong else
-        "Not as promised:\n\n" + "\n".join(f"- {x}" for x in wrong))
+        wrong="All runs were as guaranteed." if not wrong else
+        "Not as guaranteed:\n\n" + "\n".join(f"- {x}" for x in wrong))
 
 
 if __name__ == "__main__":

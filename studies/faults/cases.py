@@ -8,70 +8,67 @@ from faults import cases
 from faults.cases import lost
 from faults.driver import Case
 
-#: row -> (what goes wrong, what is promised)
+#: row -> (fault, guarantee)
 ROWS = {
     1: ("a process is killed",
-        "the others raise WorkerLost within 5 s, and name it"),
+        "the other processes raise WorkerLost within 5 s and name its rank"),
     2: ("Python code fails in one process",
-        "its traceback comes first; the others raise, and name its error"),
-    3: ("a process stands still",
-        "the others raise WorkerLost after `timeout` + 1 s, and name it"),
+        "its traceback comes first; the others raise and name its error"),
+    3: ("a process does not respond",
+        "the others raise WorkerLost after `timeout` + 1 s and name its rank"),
     4: ("a process does fewer steps, or ends early",
         "UnevenWork names it; the job's exit status is not 0"),
     5: ("a process never starts; a wrong or taken port; other numbers of "
-        "processes", "an error by `start_timeout`, which names who is "
-        "missing"),
-    7: ("Ctrl-C, SIGTERM", "all processes are gone within 10 s"),
+        "processes", "an error within `start_timeout` names missing ranks"),
+    7: ("Ctrl-C, SIGTERM", "all processes end within 10 s"),
     9: ("a machine is lost, a link is down or slow",
-        "replaced: the same bits; not replaced: stops by name, or goes on "
-        "with gradients divided by the rows that there are"),
+        "replaced: the same bits; not replaced: an error, or the job "
+        "continues with gradients divided by the examples present"),
     10: ("other parameters, dtypes, names or options in one process",
          "ModelMismatch in every process, before the first step"),
-    11: ("other seeds", "rank 0's values are everywhere before the first "
-         "step"),
+    11: ("other seeds", "all ranks begin with rank 0's values"),
     12: ("the same calls in another order", "UnevenWork names both calls"),
     13: ("random delays", "the same bits"),
-    14: ("work that was queued on a device fails later",
-         "DeviceError names device and step; no parameter has changed"),
+    14: ("queued work fails on a device",
+         "DeviceError names device and step; parameters are unchanged"),
     15: ("NaN in a gradient of one process",
-         "`nonfinite`: raise, skip or ignore, alike in all processes"),
+         "`nonfinite`: all processes raise, skip or ignore"),
     16: ("a label out of range in one process",
          "LabelError there, WorkerFailed in the others"),
     17: ("a wrong list of devices in one process",
          "ValueError there, WorkerLost in the others"),
-    29: ("who can connect", "only processes of this machine, unless the "
-         "address of another one is given"),
-    30: ("messages", "name rank, place and remedy"),
+    29: ("who can connect", "local processes, unless an address is given"),
+    30: ("messages", "name the rank, the step or call, and the fix"),
 }
 
 
-def told_models(outcome):
-    return [f"wrong class: {what!r} is not refused on rank {rank}: {text}"
+def check_models(outcome):
+    return [f"wrong class: {what!r} is accepted on rank {rank}: {text}"
             for rank, end in enumerate(outcome.ends)
-            for what, text in (end or {"told": {"?": "no end"}})[
-                "told"].items()
+            for what, text in (end or {"found": {"?": "no end"}})[
+                "found"].items()
             if not text.startswith("ModelMismatch: ")
             or "rank 1" not in text]
 
 
-def told_sockets(outcome):
+def check_sockets(outcome):
     # 127.0.0.1, in the order of bytes of /proc/net/tcp; ::1
     return [f"open to the network: {address} of rank {rank}"
             for rank, end in enumerate(outcome.ends)
-            for address in (end or {"told": {}})["told"]
+            for address in (end or {"found": {}})["found"]
             if not re.match(r"0100007F:|0{24}01000000:|"
                             r"0{16}FFFF00000100007F:", address)]
 
 
-def told_skipped(count):
-    def told(outcome):
+def check_skipped(count):
+    def check(outcome):
         found = [end["skipped"] for end in outcome.ends]
         return [] if found == [count] * len(found) else [
             f"wrong number: skipped steps {found}"]
-    return told
+    return check
 
 
-def told_device(outcome):
+def check_device(outcome):
     found = [end["message"] for end in outcome.ends
              if end and end["error"] == "DeviceError"]
     return [] if found and all("cpu(1)" in text and "step 3" in text
@@ -114,7 +111,7 @@ CASES = [
     Case(5, "a taken port", (), {0: "WorkerLost", 1: "WorkerLost"}, 0,
          limit=30, environment={0: {"MASTER_PORT": "taken"}},
          options={"start_timeout": 6}),
-    Case(5, "a port where nobody answers", (), {1: "WorkerLost"}, 0,
+    Case(5, "a port without an answer", (), {1: "WorkerLost"}, 0,
          limit=30, environment={0: None, 1: {"MASTER_PORT": "silent"}},
          options={"start_timeout": 6}),
     Case(5, "another WORLD_SIZE", (),
@@ -131,7 +128,7 @@ CASES = [
     Case(7, "SIGTERM of one process", (), lost(1), 1,
          signal=(1, signal.SIGTERM), options={"pause": 0.3}),
     Case(10, "six differences", (), {0: None, 1: None}, work="models",
-         told=told_models, limit=30),
+         check=check_models, limit=30),
     Case(11, "another seed", ((1, 0, "model", "seed"),), {0: None, 1: None},
          limit=30),
     Case(12, "two trainers", ((1, 2, "order", ""),),
@@ -141,17 +138,17 @@ CASES = [
          limit=30, options={"delay": 0.05}),
     Case(14, "one process", ((0, 3, "pass", "device"),),
          {0: "DeviceError"}, size=1, backends=("mxnet",),
-         options={"devices": 2}, told=told_device),
+         options={"devices": 2}, check=check_device),
     Case(14, "two processes", ((1, 3, "pass", "device"),),
          lost(1, 2, "WorkerFailed", "DeviceError"), 1, backends=("mxnet",),
-         options={"devices": 2}, told=told_device),
+         options={"devices": 2}, check=check_device),
     Case(15, "raise", ((1, 3, "pass", "nan"),),
          {0: "NonFiniteGradient", 1: "NonFiniteGradient"},
          options={"nonfinite": "raise"}),
     Case(15, "skip", ((1, 3, "pass", "nan"),), {0: None, 1: None},
-         right=False, told=told_skipped(1), options={"nonfinite": "skip"}),
+         right=False, check=check_skipped(1), options={"nonfinite": "skip"}),
     Case(15, "ignore", ((1, 3, "pass", "nan"),), {0: None, 1: None},
-         right=False, told=told_skipped(0),
+         right=False, check=check_skipped(0),
          options={"nonfinite": "ignore"}),
     Case(16, "too large", ((1, 3, "labels", "10"),),
          lost(1, 2, "WorkerFailed", "LabelError"), 1),
@@ -162,5 +159,5 @@ CASES = [
     Case(17, "no device", ((1, 0, "model", "none"),),
          lost(1, 2, "WorkerLost", "ValueError"), 1),
     Case(29, "listening sockets", (), {0: None, 1: None}, work="sockets",
-         told=told_sockets, limit=30),
+         check=check_sockets, limit=30),
 ]

@@ -87,18 +87,18 @@ def plan(backend, folder, **more):
             "keep": str(folder), **more}
 
 
-def workers(hosts, folder, told):
-    """A process on each host, by hand."""
+def workers(hosts, folder, settings):
+    """Start a process on each host, without torchrun."""
     folder.mkdir(parents=True)
-    told = json.dumps({**told, "folder": str(folder)})
+    settings = json.dumps({**settings, "folder": str(folder)})
     port = jobs.free_port()
     return [hosts.start(host, [
-        sys.executable, "-W", "ignore", str(PROGRAM), told],
+        sys.executable, "-W", "ignore", str(PROGRAM), settings],
         folder / f"rank-{host}.txt", MASTER_PORT=str(port))
         for host in range(2)]
 
 
-def agent(hosts, host, folder, told, port, nodes):
+def agent(hosts, host, folder, settings, port, nodes):
     """An agent of torchrun on a host, with one process."""
     words = [sys.executable, "-m", "torch.distributed.run",
              "--nnodes", nodes, "--nproc-per-node", "1",
@@ -108,7 +108,7 @@ def agent(hosts, host, folder, told, port, nodes):
              f"is_host={1 - host},keep_alive_interval=1,"
              "keep_alive_max_attempt=3,last_call_timeout=2,join_timeout=60",
              "--local-addr", hosts.address(host),
-             str(PROGRAM), json.dumps(told)]
+             str(PROGRAM), json.dumps(settings)]
     return hosts.start(host, words, folder / f"agent-{host}.txt",
                        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
@@ -166,9 +166,9 @@ def link_down(hosts, backend, folder, reference):
     hosts.link(up=True)
     found = ["hung"] if seconds is None else []
     left = end(processes)
-    for rank, told in enumerate(driver.read(folder, "end", 2)):
-        if not told or told["error"] != "WorkerLost":
-            found.append(f"wrong class: rank {rank}: {told}")
+    for rank, last in enumerate(driver.read(folder, "end", 2)):
+        if not last or last["error"] != "WorkerLost":
+            found.append(f"wrong class: rank {rank}: {last}")
     return found + [f"left behind: {pid}" for pid in left], seconds
 
 
@@ -190,8 +190,8 @@ def slow_link(hosts, backend, folder, reference):
 
 def lost(hosts, backend, folder, reference, replaced, nodes):
     folder.mkdir(parents=True)
-    told, port = plan(backend, folder), jobs.free_port()
-    agents = [agent(hosts, host, folder, told, port, nodes)
+    settings, port = plan(backend, folder), jobs.free_port()
+    agents = [agent(hosts, host, folder, settings, port, nodes)
               for host in range(2)]
     if wait(lambda: steps(folder) > 3, 120) is None:
         end(agents)
@@ -203,7 +203,7 @@ def lost(hosts, backend, folder, reference, replaced, nodes):
             os.kill(pid, signal.SIGKILL)
     gone.wait()
     if replaced:
-        agents[1] = agent(hosts, 1, folder, told, port, nodes)
+        agents[1] = agent(hosts, 1, folder, settings, port, nodes)
     running = agents if replaced else agents[:1]
     resumed = wait(lambda: (folder / "resumed.json").exists(), 60)
     seconds = wait(lambda: all(p.poll() is not None for p in running), 120)
@@ -213,7 +213,7 @@ def lost(hosts, backend, folder, reference, replaced, nodes):
         found.append(f"wrong status: {[p.returncode for p in running]}: "
                      + (folder / "agent-0.txt").read_text()[-900:])
     if resumed is None:
-        found.append("did not go on")
+        found.append("did not resume")
     found += same(folder, reference if replaced or nodes == "2" else None)
     return found + [f"left behind: {pid}" for pid in left], resumed
 
@@ -224,8 +224,8 @@ def host_replaced(hosts, backend, folder, reference):
 
 
 def host_not_replaced(hosts, backend, folder, reference):
-    """One host goes on with all rows, and the same divisor: to rounding the
-    same numbers."""
+    """One host continues with all examples and the same divisor: the same
+    numbers up to rounding noise."""
     return lost(hosts, backend, folder, reference, False, "1:2")
 
 

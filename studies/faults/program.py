@@ -135,9 +135,9 @@ class Rank(program.Rank):
     # -- what else ----------------------------------------------------------
 
     def models(self):
-        """Networks and trainers that differ on rank 1: each is refused."""
+        """Networks and trainers that differ on rank 1: each raises."""
         for name in ("count", "shape", "dtype", "name", "order", "option"):
-            self.told[name] = "accepted"
+            self.found[name] = "accepted"
             try:
                 other = name if self.rank == 1 else None
                 net = different(self.backend, other)
@@ -146,7 +146,7 @@ class Rank(program.Rank):
                 mgpu.Trainer(replicas, "sgd", {
                     "learning_rate": 0.2 if other == "option" else 0.1})
             except mgpu.errors.ModelMismatch as error:
-                self.told[name] = f"ModelMismatch: {error}"
+                self.found[name] = f"ModelMismatch: {error}"
 
     def sockets(self):
         """The addresses on which this process listens."""
@@ -159,7 +159,7 @@ class Rank(program.Rank):
                     ).splitlines()[1:]:
                 words = line.split()
                 if words[3] == "0A" and f"socket:[{words[9]}]" in mine:
-                    self.told[words[1]] = table
+                    self.found[words[1]] = table
 
 
 def in_thread(rank):

@@ -115,7 +115,7 @@ def sync_with_a_branch_that_no_loss_uses(devices):
 
 
 @scenario
-def sync_in_a_loop_by_hand(devices):
+def sync_in_a_custom_loop(devices):
     """Two passes, whose losses have one backward pass."""
     replicas, trainer = made(devices, "sync")
     for X, y in data(rows=32)[0]:
@@ -159,7 +159,7 @@ def dynamic_scale(devices):
 
 
 @scenario
-def clipped_by_hand(devices):
+def clipped_in_a_custom_loop(devices):
     replicas, trainer = made(devices)
     train_iter, test_iter = data(batch_size=7)
     norms = []
@@ -180,7 +180,7 @@ def clipped_by_hand(devices):
 
 @scenario
 def added_up(devices):
-    """Gradients of all steps, which nobody sets to zero."""
+    """Gradients of all steps, without `zero_grad`."""
     replicas, trainer = made(devices)
     for p in replicas.params():
         p.grad_req = "add"
@@ -193,7 +193,7 @@ def added_up(devices):
 
 @scenario
 def as_the_guide_writes_it(devices):
-    """A loop by hand does not ask whether this process has rows."""
+    """A custom loop need not check whether this process has examples."""
     replicas, trainer = made(devices)
     for X, y in data()[0]:
         X_shards, y_shards = mgpu.split_batch(X, y, devices)

@@ -1,6 +1,6 @@
 """Jobs of several processes: start one, and read what each rank says.
 
-`start` begins the processes by hand, without torchrun, which costs seconds.
+`start` starts the processes without torchrun, which takes seconds.
 A job runs a file as ``python FILE BACKEND ARGUMENTS``; `Job.wait` has the
 output of each rank.
 """

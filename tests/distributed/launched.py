@@ -1,6 +1,6 @@
-"""What the jobs of test_launch.py run: meetings, in which rank 1 fails in the
-way that the first argument names: one for each start of the job, after which
-it ends well."""
+"""The program of test_launch.py's jobs: collectives in which rank 1 fails as
+the first argument says, once for each start of the job; then it ends
+well."""
 import os
 import signal
 import sys

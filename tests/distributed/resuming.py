@@ -1,4 +1,4 @@
-"""A program that trains with checkpoints, is stopped, and goes on:
+"""A program that trains with checkpoints, is stopped, and resumes:
 ``resuming.py BACKEND COUNTS FOLDER JOB ...``, where COUNTS has the number of
 devices of each rank and each JOB is a function below."""
 import json
@@ -124,7 +124,7 @@ def half(devices, folder):
 
 
 def forever(devices, folder):
-    """Says when it trains, and goes on until it is stopped."""
+    """Train until stopped; print when training has begun."""
     run = made(devices)
 
     def loss(pred, label):

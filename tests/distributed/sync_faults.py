@@ -25,7 +25,7 @@ def network(backend):
         if PLAN["case"] == "end":
             os._exit(3)
         if PLAN["case"] == "error between layers":
-            raise ValueError("a layer refuses its input")
+            raise ValueError("a layer rejects its input")
         return net.second(x)
 
     if backend == "mxnet":
@@ -82,7 +82,7 @@ def step(X, y, replicas, trainer, loss=LOSS):
     mgpu.train_batch(X, y, replicas, loss, trainer)
 
 
-def by_hand(X, y, replicas, trainer):
+def custom_step(X, y, replicas, trainer):
     X_shards, y_shards = mgpu.split_batch(X, y, replicas.devices)
     with mgpu.record():
         losses = [LOSS(out, label) for out, label in zip(
@@ -118,14 +118,14 @@ def fewer_layers(*given):
 
 @case
 def other_loop(*given):
-    """All other errors come from a loop by hand."""
+    """All other errors come from a custom loop."""
     if PLAN["case"]:
         PLAN["case"] = "error between layers"
-    by_hand(*given)
+    custom_step(*given)
 
 
 @case
-def no_rows_by_hand(X, y, replicas, trainer):
+def no_rows_in_a_custom_loop(X, y, replicas, trainer):
     with mgpu.record():
         replicas([None, None] if PLAN["case"] else mgpu.split_batch(
             X, y, replicas.devices)[0])

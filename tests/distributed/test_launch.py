@@ -141,7 +141,7 @@ def test_a_signal_ends_all_processes(tmp_path, how, status):
 # -- several machines, and torchrun itself ------------------------------------
 
 def test_two_machines_with_different_numbers_of_processes(tmp_path):
-    """Two of them on one machine: they meet on loopback."""
+    """Two of them on one machine, connected by loopback."""
     address, started = f"127.0.0.1:{jobs.free_port()}", []
     for n in (1, 2):
         (tmp_path / str(n)).mkdir()
@@ -180,7 +180,7 @@ def test_the_machine_with_the_store_leaves_last(monkeypatch, others_leave):
     assert not leaving.is_alive()
 
 
-def test_a_machine_that_does_not_come(tmp_path):
+def test_a_missing_machine_is_an_error(tmp_path):
     done, said = run(tmp_path, "ends well", 3, options=(
         "--nnodes", 2, "--rdzv-endpoint", f"127.0.0.1:{jobs.free_port()}",
         "--start-timeout", 2))
@@ -265,7 +265,7 @@ def test_a_wrong_argument_is_one_line(arguments, words):
     assert line.startswith("Error: ") and words in line
 
 
-def test_a_host_that_is_not_known(tmp_path):
+def test_an_unknown_host_raises(tmp_path):
     with pytest.raises(ValueError, match="not known here"):
         launch.launch(str(PROGRAM), ["ends well", "1"], processes=1,
                       machines=2, rdzv="no.such.host.invalid:1",
@@ -288,7 +288,7 @@ def test_the_end_of_a_log(tmp_path, text, words):
     assert len(said) == 1 and said[0].startswith(f"rank 1 {words}")
 
 
-def test_causes_come_before_those_who_report_them(tmp_path):
+def test_causes_come_before_consequences(tmp_path):
     trace = "Traceback (most recent call last):\n  File\n{}: x\n"
     logs, kinds = {}, ["mgpu.errors.WorkerLost", "KeyError",
                        "mgpu.errors.ModelMismatch", "KeyError"]

@@ -43,7 +43,7 @@ def test_killed_runs_end_as_the_uninterrupted_one(killed):
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_one_process_goes_on_with_it(killed, k, tmp_path):
+def test_one_process_resumes_a_run_of_two(killed, k, tmp_path):
     """On the other backend and another number of devices, with new streams."""
     backend, folder = killed
     target = ({*BACKENDS} - {backend} or {backend}).pop()
@@ -61,7 +61,7 @@ def test_one_process_goes_on_with_it(killed, k, tmp_path):
     assert np.isfinite(history.loss_per_step).all()
 
 
-def test_statistics_of_each_device_go_on_in_one_process(killed, tmp_path):
+def test_device_statistics_resume_in_one_process(killed, tmp_path):
     """Four devices of two processes are four devices of one: those of each
     device are its own."""
     backend, folder = killed

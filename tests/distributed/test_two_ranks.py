@@ -125,7 +125,7 @@ EXPECTED = {
 }
 
 
-def test_what_differs_is_refused_by_name(job):
+def test_differences_between_ranks_are_named(job):
     """Without a change of parameters."""
     told, wrong = reports(job, "differing"), []
     for name, expected in EXPECTED.items():
@@ -156,14 +156,14 @@ def test_labels_that_change_at_each_look_are_no_difference(job):
 
 #: the error of rank 1, of which the other one hears
 HEARD = {
-    "error between layers": "a layer refuses its input",
+    "error between layers": "a layer rejects its input",
     "error in the loss": "an error on one rank",
     "error in backward": "an error on one rank",
-    "other loop": "a layer refuses its input",
-    "no rows by hand": "a network runs on one row or more"}
+    "other loop": "a layer rejects its input",
+    "no rows in a custom loop": "a network runs on one row or more"}
 
 
-def test_others_hear_of_an_error(job):
+def test_an_error_reaches_all_ranks(job):
     found = reports(job, "sync_faults")
     for case, own in HEARD.items():
         (kind, message), (own_kind, own_message) = (one[case]
@@ -191,7 +191,7 @@ def test_other_layers_and_single_replicas_are_refused_on_all_ranks(job):
 def test_nothing_has_changed_and_the_next_step_is_right(job):
     for one in reports(job, "sync_faults"):
         assert one["equal"]
-        # The forward pass of a loop by hand has moved statistics on torch.
+        # On torch the forward pass of a custom loop updated statistics.
         assert not [name for name, changed in one.items() if changed
                     if name.startswith("changed") and "other loop" not in
                     name]

@@ -20,7 +20,7 @@ CASES = [
     Case(3, "rank 1", ((1, 3, "before", "stop"),), lost(1), 1, limit=6.5),
     Case(4, "fewer steps", ((1, 0, "steps", "3"),),
          lost(1, 2, "UnevenWork", None), 1, status={1: 1}),
-    Case(5, "rank 2 of 3 is not there", (), lost(2, 3), 2, size=3, limit=30,
+    Case(5, "rank 2 of 3 is missing", (), lost(2, 3), 2, size=3, limit=30,
          environment={2: None}, options={"start_timeout": 6}),
 ]
 #: a training without a fault

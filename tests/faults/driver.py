@@ -70,7 +70,7 @@ class Case:
     right: bool = True
     backends: tuple = ("torch", "mxnet")
     options: dict = field(default_factory=dict)
-    told: object = None     # a check of what ranks have written down
+    check: object = None    # a function of the Outcome: a list of errors
     signal: tuple = ()      # (rank or "all", number): sent from outside
 
 
@@ -228,8 +228,8 @@ def problems(case, outcome, reference, late=False):
                          f"{rank}, not {status}")
     if any(case.expect.values()) and not any(outcome.statuses):
         found.append("wrong status: the whole job says 0")
-    if case.told is not None and not outcome.hung:
-        found += case.told(outcome)
+    if case.check is not None and not outcome.hung:
+        found += case.check(outcome)
     return found
 
 

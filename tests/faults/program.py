@@ -33,7 +33,7 @@ class Rank:
         mgpu.set_backend(plan["backend"])
         self.backend = mgpu.get_backend()
         self.steps, self.replicas, self.trainers = [], None, []
-        self.told = {}
+        self.found = {}
 
     def write(self, name, value):
         file = self.folder / f"{name}-{self.rank}.json"
@@ -101,7 +101,7 @@ class Rank:
 
 
 def late_failure(pred, number):
-    """On device `number`: what MXNet refuses when it comes to it."""
+    """On device `number`: an operation that fails when MXNet runs it."""
     if pred.ctx.device_id != number:
         return 1.0
     from mxnet import autograd, nd
@@ -157,28 +157,28 @@ DEEDS = {
 
 
 def main(plan, kind=Rank):
-    told = kind(plan)
+    rank = kind(plan)
     ended = {"error": None}
     try:
         mgpu.distributed.init(timeout=plan["timeout"],
                               start_timeout=plan["start_timeout"],
                               comm=plan["comm"])
         if plan["work"] == "train":
-            told.make()
-            told.write("begun", told.digest())
-            told.train()
+            rank.make()
+            rank.write("begun", rank.digest())
+            rank.train()
         else:
-            getattr(told, plan["work"])()
+            getattr(rank, plan["work"])()
     except BaseException as error:
         ended = {"error": type(error).__name__, "message": str(error),
                  "family": isinstance(error, mgpu.errors.MgpuError)}
         raise
     finally:
-        ended |= {"at": time.time(), "told": told.told, "skipped": sum(
-            t.skipped_steps for t in told.trainers)}
+        ended |= {"at": time.time(), "found": rank.found, "skipped": sum(
+            t.skipped_steps for t in rank.trainers)}
         with contextlib.suppress(Exception):
-            ended["digest"] = told.replicas and told.digest()
-        told.write("end", ended)
+            ended["digest"] = rank.replicas and rank.digest()
+        rank.write("end", ended)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def test_a_fault(case, reference, tmp_path):
 
 @pytest.fixture
 def training(backend):
-    """Replicas on two devices and a batch of theirs."""
+    """Replicas on two devices, and a batch."""
     from nets import convnet
     rows = mgpu.datasets.synthetic(8, num_train=8, num_test=8,
                                    shape=(1, 8, 8), dtype="float64")[0]
@@ -90,7 +90,7 @@ def test_a_gradient_that_is_not_finite_raises(training):
     assert (trainer.num_update, trainer.skipped_steps) == (1, 0)
 
 
-def test_nonfinite_is_one_of_three(training):
+def test_an_unknown_nonfinite_raises(training):
     with pytest.raises(ValueError, match="nonfinite"):
         mgpu.Trainer(training[0], "sgd", nonfinite="never")
     with pytest.raises(ValueError, match="dynamic"):
@@ -118,7 +118,7 @@ def test_work_that_fails_on_a_device(training, failing):
     assert trainer.num_update == 1
     with pytest.raises(mgpu.errors.StaleGradientError):
         trainer.step(8)
-    mgpu.train_batch(X, y, replicas, LOSS, trainer)     # goes on
+    mgpu.train_batch(X, y, replicas, LOSS, trainer)     # continues
     assert trainer.num_update == 2
 
 
@@ -151,7 +151,7 @@ def problems(found, expected="WorkerLost"):
     ({"message": "rank 1 has ended. Start again."}, "poor message: not where"),
     ({"message": SAID[:-len(" Start again.")]}, "poor message: no remedy"),
     ({"status": 0}, "wrong status: the whole job")])
-def test_the_driver_judges_an_end(wrong, complaint):
+def test_the_driver_finds_wrong_outcomes(wrong, complaint):
     assert problems(outcome()) == []
     assert problems(outcome(), "UnevenWork")[0].startswith("wrong class: W")
     assert complaint in " ".join(problems(outcome(**wrong)))
@@ -169,7 +169,7 @@ subprocess.Popen(["sleep", "600"])
 """
 
 
-def test_the_driver_sees_who_stays(tmp_path):
+def test_the_driver_finds_remaining_processes(tmp_path):
     program = tmp_path / "stays.py"
     program.write_text(STAYS)
     case = driver.Case(1, "stays", limit=1)

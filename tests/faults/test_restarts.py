@@ -1,4 +1,4 @@
-"""Jobs that lose a process, or their parameter server, go on or end."""
+"""Jobs that lose a process, or their parameter server, resume or end."""
 import random
 import subprocess
 import sys

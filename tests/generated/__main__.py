@@ -9,7 +9,7 @@ import warnings
 from . import Failure, Program, programs, run, search
 
 
-def explore(engine: str, several: bool, count: int, first: int) -> bool:
+def explore(backend: str, several: bool, count: int, first: int) -> bool:
     """Run programs and print what happened; whether there was a failure."""
     outcomes: dict[str, Failure | list[str]] = {}
 
@@ -25,15 +25,15 @@ def explore(engine: str, several: bool, count: int, first: int) -> bool:
                 outcomes[text] = failure.with_traceback(None)
             faulthandler.cancel_dump_traceback_later()
         return getattr(outcomes[text], "kind", None)
-    strategy = programs(engine, several)
+    strategy = programs(backend, several)
     search(strategy, lambda program: kind(program) and None, count, first)
     failed = collections.Counter(x.kind for x in outcomes.values()
                                  if isinstance(x, Failure))
     refused = collections.Counter(why for x in outcomes.values()
                                   if isinstance(x, list) for why in set(x))
-    print(f"{engine}, {'two networks' if several else 'one network'}: "
+    print(f"{backend}, {'two networks' if several else 'one network'}: "
           f"{len(outcomes)} programs, {sum(failed.values())} failed "
-          f"{dict(failed)}, refusals {dict(refused)}", flush=True)
+          f"{dict(failed)}, errors {dict(refused)}", flush=True)
     for name in failed:
         small = search(strategy, lambda program, name=name:
                        kind(program) == name, count, first)
@@ -46,17 +46,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.generated")
     parser.add_argument("--cases", type=int, default=200,
                         help="programs of all kinds together")
-    parser.add_argument("--engine", choices=["mxnet", "torch"],
+    parser.add_argument("--backend", choices=["mxnet", "torch"],
                         action="append")
     parser.add_argument("--seed", type=int, default=0,
                         help="of the first ten programs; the next ten have "
                         "the next one")
     options = parser.parse_args()
     warnings.simplefilter("ignore")     # of what users do
-    engines, began = options.engine or ["mxnet", "torch"], time.time()
-    failed = [explore(engine, several, options.cases // (2 * len(engines)),
+    backends, began = options.backend or ["mxnet", "torch"], time.time()
+    failed = [explore(backend, several, options.cases // (2 * len(backends)),
                       options.seed)
-              for engine in engines for several in (False, True)]
+              for backend in backends for several in (False, True)]
     print(f"{time.time() - began:.0f} s")
     return any(failed)
 

@@ -2,9 +2,9 @@
 tests.generated.interrupts --count 1000``.
 
 After each, the replicas are equal, and weights, the optimizer's slots and its
-counts belong to the same step of a training that nobody interrupts. Then the
-training goes on from there. Half of the steps are `train_batch`; of the
-others, which are taken by hand, some are tried again at once.
+counts belong to the same step of an uninterrupted training. Then the training
+continues. Half of the steps are `train_batch`, the others a custom loop; some
+of these are tried again at once.
 """
 import argparse
 import contextlib
@@ -40,7 +40,7 @@ class Training:
         self.trainer = mgpu.Trainer(
             self.replicas, *optimizer,
             lr_scheduler=mgpu.lr_scheduler.FactorScheduler(50, 0.5, 2 ** -9))
-        self.stepping = 0       # rows of a step by hand, while it is taken
+        self.stepping = 0       # batch size of a custom step, while it runs
 
     def step(self):
         number = self.trainer.num_update
@@ -134,7 +134,7 @@ def interrupted(backend, count, seed):
             # It came while the user's own record() ended, about once in 500.
             backend.scope(recording=False, training=False).__enter__()
         yield "; ".join(wrong) or None
-        if wrong:       # go on from what is right
+        if wrong:       # continue with the expected values
             training.replicas.import_numpy(plain.replicas.export_numpy())
             training.trainer.import_states(plain.trainer.export_states())
     faulthandler.cancel_dump_traceback_later()
@@ -143,16 +143,16 @@ def interrupted(backend, count, seed):
 def main():
     parser = argparse.ArgumentParser("python -m tests.generated.interrupts")
     parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--engine", choices=["mxnet", "torch"],
+    parser.add_argument("--backend", choices=["mxnet", "torch"],
                         action="append")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    engines = options.engine or ["mxnet", "torch"]
-    count, failed = options.count // (2 * len(engines)), False
-    for engine, strict in itertools.product(engines, (False, True)):
-        with mgpu.using_backend(engine) as backend, mgpu.strict_devices() \
+    names = options.backend or ["mxnet", "torch"]
+    count, failed = options.count // (2 * len(names)), False
+    for name, strict in itertools.product(names, (False, True)):
+        with mgpu.using_backend(name) as backend, mgpu.strict_devices() \
                 if strict else contextlib.nullcontext():
-            what = f"{engine}{', strict devices' * strict}"
+            what = f"{name}{', strict devices' * strict}"
             wrong = list(filter(None, interrupted(backend, count,
                                                   options.seed)))
         print(*(f"{what}: {found}" for found in wrong),

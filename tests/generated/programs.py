@@ -50,7 +50,7 @@ class Network(_Short):
     schedule: tuple[int, float] | None = None       # updates, factor
     allreduce: str = "auto"
     adds: bool = False              # gradients accumulate
-    skips: bool = False             # ignore_stale_grad, in steps by hand
+    skips: bool = False             # ignore_stale_grad, in custom steps
 
     @property
     def kinds(self) -> set[str]:
@@ -80,7 +80,7 @@ class Action:
 class Program(_Short):
     """Networks, and what a user does to them."""
 
-    engine: str
+    backend: str
     networks: tuple[Network, ...] = (Network(),)
     actions: tuple[Action, ...] = (Action("train_batch"),)
     k: int = 1                      # devices
@@ -95,10 +95,10 @@ class Program(_Short):
 
     @property
     def refused(self) -> str | None:
-        """Why `mgpu.initialize` must refuse a network."""
+        """Why `mgpu.initialize` must raise for a network."""
         if "sparse" in self.kinds:
             return "sparse"
-        return "rnn" if self.engine == "mxnet" and self.dtype == "float64" \
+        return "rnn" if self.backend == "mxnet" and self.dtype == "float64" \
             and self.kinds & set(RECURRENT) else None
 
 
@@ -161,22 +161,22 @@ def layers(leaves, containers, depth: int = 2, most: int = 3):
 
 
 @st.composite
-def networks(draw, engine: str, k: int, leaves, containers):
+def networks(draw, backend: str, k: int, leaves, containers):
     found = Network(("dense", *draw(layers(leaves, containers))))
     normed = "batch_norm" in found.kinds
     optimizer, options = draw(st.sampled_from(
-        SGD if normed else SGD + OTHERS[engine]))
+        SGD if normed else SGD + OTHERS[backend]))
     options = {"learning_rate": draw(st.sampled_from([0.125, 0.0625])),
                **options}
     if draw(one_in(3)):
         options["wd"] = 0.125
-    if engine == "mxnet" and draw(one_in(5)):
+    if backend == "mxnet" and draw(one_in(5)):
         options["clip_gradient"] = 0.25
     return Network(
         found.layers,
         "per_device" if not normed else "sync" if k > 1 else draw(
             st.sampled_from(["per_device", "sync", "average"])),
-        engine == "mxnet" and not normed and draw(one_in(4)),
+        backend == "mxnet" and not normed and draw(one_in(4)),
         draw(st.sampled_from(["replicas", "parameters", "part", "two",
                               "object", "object"])), optimizer, options,
         draw(st.sampled_from([None, None, (1, 0.5), (2, 0.5), (3, 0.5)])),
@@ -185,9 +185,9 @@ def networks(draw, engine: str, k: int, leaves, containers):
 
 
 @st.composite
-def programs(draw, engine: str, several: bool = False):
+def programs(draw, backend: str, several: bool = False):
     """Programs of one network, or of `several` (two)."""
-    torch, recurrent = engine == "torch", not several and draw(one_in(6))
+    torch, recurrent = backend == "torch", not several and draw(one_in(6))
     leaves = [*RECURRENT * 3 * recurrent, *LEAVES, *TORCH_LEAVES * torch,
               *["sparse"] * (not several and draw(one_in(12)))]
     # A switch reads a column that all rows of the data have in common.
@@ -202,22 +202,22 @@ def programs(draw, engine: str, several: bool = False):
     may_freeze = torch or dtype == "float64"
     if not may_freeze:
         leaves.remove("frozen")
-    nets = tuple(draw(networks(engine, k, leaves, containers))
+    nets = tuple(draw(networks(backend, k, leaves, containers))
                  for _ in range(1 + several))
     kinds = set().union(*(net.kinds for net in nets))
-    some = actions(engine, nets, may_freeze, others)
+    some = actions(backend, nets, may_freeze, others)
     # Ten slots, of which most have an action; when shrunk, few.
     slots = [draw(some) for _ in range(10) if draw(st.integers(0, 9))]
-    return Program(engine, nets, tuple(slots), k, draw(st.integers(0, 9)),
+    return Program(backend, nets, tuple(slots), k, draw(st.integers(0, 9)),
                    dtype, draw(one_in(5)) or bool(kinds & EMBEDDINGS), loss)
 
 
 @st.composite
-def actions(draw, engine: str, nets: tuple[Network, ...], may_freeze: bool,
+def actions(draw, backend: str, nets: tuple[Network, ...], may_freeze: bool,
             others):
     number = draw(st.integers(0, len(nets) - 1))
     net, kinds = nets[number], set().union(*(net.kinds for net in nets))
-    torch = engine == "torch"
+    torch = backend == "torch"
     if draw(st.booleans()):
         return draw(_steps(number, net, kinds, others))
     name = draw(st.sampled_from([
@@ -228,7 +228,7 @@ def actions(draw, engine: str, nets: tuple[Network, ...], may_freeze: bool,
         *["own_states"] * 3 * (torch and net.trainer == "object")]))
     index = st.integers(0, 7)
     options = {
-        "edit": {"parameter": index, "way": st.sampled_from(EDITS[engine])},
+        "edit": {"parameter": index, "way": st.sampled_from(EDITS[backend])},
         "load": {"by_mgpu": st.booleans()},
         "freeze": {"parameter": index, "by_mgpu": st.booleans(),
                    "unfreeze": st.booleans()},
@@ -257,7 +257,7 @@ def _steps(draw, number: int, net: Network, kinds: set[str], others):
     # Where a parameter may be left out, its gradient holds what it held.
     whole = not kinds & {"experts", "switch"}
     other = draw(st.sampled_from(others))
-    end = draw(st.sampled_from(["", "", "", "skip", "look", "refused",
+    end = draw(st.sampled_from(["", "", "", "skip", "look", "error",
                                 *["own step"] * whole]))
     clips = whole and net.trainer != "two" and end not in ("skip", "own step")
     return Action(

@@ -37,7 +37,7 @@ KNOWN = {"buffer written": "needed for gradient computation has been modified"}
 
 
 class Failure(AssertionError):
-    """Different numbers, or an error that is not a named refusal."""
+    """Different numbers, or an error that is not in `REFUSALS`."""
 
     def __init__(self, kind: str, text: str):
         super().__init__(f"{kind}: {text}")
@@ -49,7 +49,7 @@ class UserError(Exception):
 
 
 def run(program: Program, tamper=None) -> list[str]:
-    """Run a program; returns what mgpu refused, as keys of `REFUSALS`.
+    """Run a program; return the errors that mgpu raised, as `REFUSALS` keys.
 
     ``tamper(replicas, moment)`` is called when gradients are "reduced" and
     when the weights are "updated"; it plants faults, to test the comparison.
@@ -57,15 +57,15 @@ def run(program: Program, tamper=None) -> list[str]:
     Raises
     ------
     Failure
-        Numbers differ, or mgpu raised another error than a refusal.
+        Numbers differ, or mgpu raised an error that is not in `REFUSALS`.
     """
-    with mgpu.using_backend(program.engine):
-        return Run(program, adapter_of(program.engine), tamper).run()
+    with mgpu.using_backend(program.backend):
+        return Run(program, adapter_of(program.backend), tamper).run()
 
 
-def adapter_of(engine: str):
+def adapter_of(backend: str):
     return importlib.import_module({
-        "torch": ".torch_adapter", "mxnet": ".gluon_adapter"}[engine],
+        "torch": ".torch_adapter", "mxnet": ".gluon_adapter"}[backend],
         __package__)
 
 
@@ -84,7 +84,7 @@ def tolerance(program: Program) -> float:
         return 1e-4 if "batch_norm" in program.kinds else 1e-5
     optimizers = {net.optimizer for net in program.networks}
     # Gluon's Adam takes the rate with the bias correction as a float32.
-    if program.engine == "mxnet" and "adam" in optimizers:
+    if program.backend == "mxnet" and "adam" in optimizers:
         return 1e-5
     # These divide by the size of past gradients, which may be small.
     return 1e-10 if optimizers & {
@@ -160,7 +160,7 @@ class Pair:
         return ours, expected
 
     def state(self):
-        """The weights of the user's own network, and the trainers' states."""
+        """The network's weights, and the trainers' states."""
         found = self.adapter.export(self.net)
         for i, trainer in enumerate(self.trainers):
             states = trainer.export_states()
@@ -240,9 +240,9 @@ class Run:
         self._refuses(why, make, required=why is not None)
 
     def _try(self, action) -> bool:
-        """Act; False where the program ends. A checkpoint may be refused in
-        its pass: for good around synchronized batch norm, or until the next
-        try."""
+        """Run the action; False where the program ends. A pass with a
+        checkpoint may raise: always around synchronized batch norm, else
+        until it is repeated."""
         try:
             if action == self._set_up:
                 self._set_up()
@@ -274,8 +274,8 @@ class Run:
 
     def _refuses(self, why: str | None, call, *arguments,
                  required: bool = False) -> bool:
-        """Whether mgpu refuses the call, as it may (`required`: must) for the
-        reason `why`; weights and states stay then."""
+        """Return whether the call raises, as it may (`required`: must) for
+        the reason `why`, and check that weights and states are unchanged."""
         before = why and self.pair and self.pair.state()
         try:
             call(*arguments)
@@ -288,12 +288,12 @@ class Run:
             if before:      # a pass has moved the running statistics
                 after, moved = self.pair.state(), self.adapter.statistics(
                     self.pair.reference.net)
-                self._same("a refused call changed", *(
+                self._same("a failed call changed", *(
                     {name: x for name, x in state.items()
                      if name not in moved} for state in (after, before)), 0)
             return True
         if required:
-            raise Failure(f"not refused: {why}", self.where)
+            raise Failure(f"no error: {why}", self.where)
         return False
 
     def _same(self, what: str, ours, expected, limit: float | None = None):
@@ -438,7 +438,7 @@ class Run:
         return data, y
 
     def train_batch(self, rows: int = 3) -> None:
-        """`mgpu.train_batch`, which refuses what the batch does not reach."""
+        """`mgpu.train_batch`, which raises where no gradient is computed."""
         pair, (data, y) = self.pair, self._batch(rows)
         self.masks.clear()
         losses: list = []
@@ -451,7 +451,7 @@ class Run:
         if refused == pair.reference.gradients()[1]:
             raise Failure("stale", f"{self.where}: of all gradients that the "
                           "batch should reach, none is stale" if refused else
-                          f"{self.where}: a stale gradient is not refused")
+                          f"{self.where}: a stale gradient does not raise")
         if refused:     # the pass has moved them
             pair.statistics &= "batch_norm" not in pair.config.kinds
             self._abandon()
@@ -460,7 +460,7 @@ class Run:
 
     def by_hand(self, rows=(3,), other: str = "",
                 clip: str = "", end: str = "") -> None:
-        """A step of passes by hand.
+        """A custom step: passes, sums and updates as separate calls.
 
         Parameters
         ----------
@@ -474,8 +474,8 @@ class Run:
             "trainer" after it, on replica "0" after it.
         end : str
             "" takes the step, "skip" does not. Before it, "look" is a
-            forward pass, "refused" a wrong batch size. "own step" is that of
-            an optimizer of the user's.
+            forward pass, "error" a wrong batch size. "own step" is that of
+            a user-defined optimizer.
         """
         replicas = self.pair.replicas
         other_pair = self.pairs[1 - self.pairs.index(self.pair)] \
@@ -495,7 +495,7 @@ class Run:
                 replicas(mgpu.split_and_load(
                     _inputs(data), replicas.devices, even_split=False))
             self.pair.reference.forward(data)
-        if end == "refused":
+        if end == "error":
             for trainer in self.pair.trainers:
                 self._refuses("batch_size", trainer.step, 0, required=True)
         if end == "skip":
@@ -511,7 +511,7 @@ class Run:
             self._update(clip, sum(rows))
 
     def _passes(self, data, y, loss, other="", other_pair=None):
-        """Forward and backward passes by hand; the losses by device."""
+        """Run forward and backward passes; return the losses by device."""
         replicas = self.pair.replicas
         shards, labels = mgpu.split_batch(_inputs(data), y, replicas.devices)
         if other == "teacher":
@@ -552,7 +552,7 @@ class Run:
         why = None if every or skips else "stale"
 
         def step() -> None:
-            # Each may refuse a batch: before one of them has stepped.
+            # Each may raise for a batch: before one of them has stepped.
             for trainer in pair.trainers:
                 trainer.allreduce_grads(ignore_stale_grad=skips)
             for trainer in pair.trainers:

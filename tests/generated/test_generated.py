@@ -16,28 +16,28 @@ from .programs import EDITS
 @pytest.mark.filterwarnings("ignore")       # of what users do
 @pytest.mark.parametrize("several", [False, True],
                          ids=["one network", "several networks"])
-@pytest.mark.parametrize("engine", BACKENDS)
-def test_programs_equal_the_framework_on_one_device(request, engine, several):
-    """Or mgpu refuses by name; see the package. A failure is shrunk, and its
-    program is in the output as code."""
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_programs_equal_the_framework_on_one_device(request, backend, several):
+    """Or mgpu raises a documented error; see the package. A failure is shrunk,
+    and its program is in the output as code."""
     def fails(program):
         try:
             return run(program) is None
         except Failure:
             return True
     fast = "fast" in request.config.option.markexpr.split()
-    small = search(programs(engine, several), fails, 5 if fast else 10)
+    small = search(programs(backend, several), fails, 5 if fast else 10)
     if small is not None:
         print(small)
         run(small)
 
 
-@pytest.mark.parametrize("engine", BACKENDS)
-def test_each_action_is_in_five_percent_of_the_programs(engine):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_action_is_in_five_percent_of_the_programs(backend):
     """Counted without running them."""
     found: collections.Counter = collections.Counter()
     for several in (False, True):
-        search(programs(engine, several), lambda program: found.update(
+        search(programs(backend, several), lambda program: found.update(
             {part for action in program.actions for part in _parts(action)}),
             60)
     expected = {
@@ -45,8 +45,8 @@ def test_each_action_is_in_five_percent_of_the_programs(engine):
         "save", "restore", "resume", "resume checkpoint", "rate", "predict",
         "reset", "fail", "fail by_hand", "train_batch", "by_hand",
         "critic", "teacher", "before", "trainer", "0", "skip",
-        "look", "refused", "own step", *EDITS[engine],
-        *(["own_states"] if engine == "torch" else ["lr_mult", "wd_mult"])}
+        "look", "error", "own step", *EDITS[backend],
+        *(["own_states"] if backend == "torch" else ["lr_mult", "wd_mult"])}
     assert {name: found[name] for name in expected if found[name] < 6} == {}
 
 
@@ -75,10 +75,10 @@ def statistics_moved(replicas, moment):
         x += 1e-9
 
 
-@pytest.mark.parametrize("engine", BACKENDS)
-def test_a_planted_fault_is_found(engine):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_planted_fault_is_found(backend):
     program = Program(
-        engine, networks=(Network(("dense", "batch_norm"),
+        backend, networks=(Network(("dense", "batch_norm"),
                                   batch_norm="sync"),), k=3,
         actions=tuple(Action("by_hand", rows=(5,)) for _ in range(4)))
     assert run(program) == []
@@ -88,8 +88,8 @@ def test_a_planted_fault_is_found(engine):
             run(program, fault)
 
 
-@pytest.mark.parametrize("engine", BACKENDS[-1:])   # one backend is enough
-def test_a_program_that_fails_shrinks_to_what_it_needs(engine):
+@pytest.mark.parametrize("backend", BACKENDS[-1:])   # one backend is enough
+def test_a_program_that_fails_shrinks_to_what_it_needs(backend):
     def fails(program):
         if "layer_norm" not in program.kinds:
             return False
@@ -97,7 +97,7 @@ def test_a_program_that_fails_shrinks_to_what_it_needs(engine):
             return run(program, scaled) is None
         except Failure as failure:
             return failure.kind == "weights differ"
-    small = search(programs(engine), fails, 100)
+    small = search(programs(backend), fails, 100)
     assert small.k == 1
     assert small.networks[0].layers == ("dense", "layer_norm")
     step, = small.actions

@@ -45,15 +45,15 @@ def python(*arguments):
     return done.stdout + done.stderr * bool(done.returncode)
 
 
-@pytest.mark.parametrize("engine", BACKENDS)
-def test_ctrl_c_leaves_a_step_whole_or_not_begun(engine):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ctrl_c_leaves_a_step_whole_or_not_begun(backend):
     """Twenty times; half of them on strict devices."""
     out = python("-m", "tests.generated.interrupts", "--count", "20",
-                 "--engine", engine)
-    assert out == (f"{engine}: 0 of 10 wrong\n"
-                   f"{engine}, strict devices: 0 of 10 wrong\n")
+                 "--backend", backend)
+    assert out == (f"{backend}: 0 of 10 wrong\n"
+                   f"{backend}, strict devices: 0 of 10 wrong\n")
 
 
-@pytest.mark.parametrize("engine", BACKENDS)
-def test_a_torn_step_is_seen(engine):
-    assert python("-c", TORN.format(engine=engine)) == "True\n"
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_inconsistent_step_is_seen(backend):
+    assert python("-c", TORN.format(backend=backend)) == "True\n"

@@ -1,6 +1,6 @@
 """Wrong implementations of mgpu's functions, each rejected by some test.
 
-The modules ``of_*`` have a list ``MUTANTS`` each; a new one is found by
-itself. `planting` says what a mutant is, `runner` judges them, `test_mutants`
+Each module ``of_*`` has a list ``MUTANTS``; new modules are found.
+`planting` defines a mutant, `runner` runs tests against them, `test_mutants`
 makes a test of each.
 """

@@ -1,4 +1,4 @@
-"""Judges all mutants that were collected, once, and counts them."""
+"""Runs all collected mutants once, and counts those that were killed."""
 import json
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Mutants with a known verdict: they judge the harness."""
+"""Mutants with a known verdict, which check the harness."""
 from mutants.planting import Mutant, mutant
 
 _EXACT = "test_collectives.py::test_allreduce_is_exact_and_in_place"
@@ -20,8 +20,8 @@ CONTROLS = {
                  _ADDED, "A -= B", killer=_BOUNDS)],
     "killed": [
         _combine("subtracts", "the sum is a difference", _ADDED, "A -= B"),
-        mutant("control: refuses", "an error of mgpu's own where there is "
-               "none", "messages:check_apart", "begin < end", "True",
+        mutant("control: raises", "an error of mgpu's own without a "
+               "cause", "messages:check_apart", "begin < end", "True",
                killer=_EXACT)],
     "not planted": [
         _combine("no place", "nothing", "A -= B", _ADDED),

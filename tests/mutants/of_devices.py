@@ -28,7 +28,7 @@ MUTANTS = [
            killer="test_split.py::test_the_dtype_is_kept_and_shards_are_copi"
                   "es"),
     mutant("reduce-rebinds",
-           "the sum is a new array that nobody else holds",
+           "the sum is a new array without another reference",
            "combine",
            "A += B",
            "A = A + B",

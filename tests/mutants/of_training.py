@@ -21,7 +21,7 @@ MUTANTS = [
            "(losses, sum(sizes))",
            killer="test_training.py::test_a_loss_is_called_once_a_step"),
     mutant("divided-by-a-shard",
-           "the divisor is the rows of one device",
+           "the divisor is the batch size of one device",
            "Trainer._update",
            "self.updates.scale / batch_size",
            "len(replicas) / batch_size",

@@ -111,7 +111,7 @@ def _changed(function: FunctionType, one: Mutant) -> Any:
     definition: Any = tree.body[0]
     for pattern, replacement in one.changes:
         _replace(definition, _parsed(pattern), _parsed(replacement), one)
-    # Run when a function is made: not wanted here.
+    # They run when a function is defined: not needed here.
     definition.decorator_list, definition.returns = [], None
     for argument in ast.walk(definition.args):
         if isinstance(argument, ast.arg):

@@ -1,4 +1,4 @@
-"""Judges mutants: ``python -m mutants.runner OUT [--any] NAME...`` in tests/.
+"""Runs mutants: ``python -m mutants.runner OUT [--any] NAME...`` in tests/.
 
 One process for all of them, apart from that of the other tests: a mutant may
 leave a backend in any state, or hang. A mutant's killer runs with it until a

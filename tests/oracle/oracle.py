@@ -1,11 +1,11 @@
 """What the numbers should be: NumPy in float64, and nothing else.
 
 Written from the papers, the documentation and the sources of MXNet 1.9.1 and
-PyTorch 2.13 and the book; it does not import the package that it
-judges, nor a framework (`test_judges.py` looks). Plain formulas, one after
-the other, without a thought for speed or memory.
+PyTorch 2.13 and the book; it does not import mgpu or a framework
+(`test_oracle.py` checks that). Plain formulas, one after the other, without a
+thought for speed or memory.
 
-Gradients are analytic; `test_judges.py` compares them with differences of
+Gradients are analytic; `test_oracle.py` compares them with differences of
 the values.
 """
 import itertools

@@ -24,7 +24,7 @@ ELSEWHERE = {
                     "tests/test_losses.py: Gluon's and torch's own numbers"),
     **{f"lr_scheduler.{name}": "tests/test_lr_scheduler.py: Gluon's numbers"
        for name in lr_scheduler.__all__ if name != "LRScheduler"},
-    "collectives.native": "the frameworks' own, which only one engine has on "
+    "collectives.native": "the frameworks' own, which only one backend has on "
                           "CPUs; tests/test_collectives.py: exact sums",
 }
 
@@ -67,7 +67,7 @@ def test_every_formula_is_covered():
         "a line in ELSEWHERE")
 
 
-def test_the_walk_sees_what_there_is():
+def test_the_search_finds_formulas():
     """Had it found nothing, everything would be covered."""
     assert len(FORMULAS) > 70
     assert {"optimizers.torch.nadam", "losses.SigmoidBCELoss",

@@ -20,7 +20,7 @@ def batch(n, seed=0):
 
 
 def side(engine, make):
-    """`make` on one backend; weights are drawn alike on both."""
+    """`make` on one backend, with the same initial weights on both."""
     def network():
         with mgpu.using_backend(engine):
             return make()

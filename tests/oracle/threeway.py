@@ -2,7 +2,7 @@
 and all results are compared with what `oracle` computed and with each other.
 
 A test says by `covers` whose numbers it checks; `test_complete.py` fails for
-a formula that nobody covers.
+a formula that no test covers.
 """
 import itertools
 
@@ -30,40 +30,40 @@ def covers(*names):
     return register
 
 
-def compare(ours, wanted, tolerance, where="result"):
-    """AssertionError unless `ours` is `wanted`: arrays and numbers, lists of
+def compare(ours, expected, tolerance, where="result"):
+    """AssertionError unless `ours` is `expected`: arrays and numbers, lists of
     them, dicts of arrays by parameter name; None is only None.
 
     A dict is measured as `helpers.worst` does, tensors at the floor on the
     scale of their layer; everything else tensor by tensor.
     """
-    if wanted is None or ours is None:
-        assert ours is wanted, f"{where}: {ours!r} is not {wanted!r}"
-    elif isinstance(wanted, dict) and tolerance:
-        gap, name = worst(ours, wanted)
+    if expected is None or ours is None:
+        assert ours is expected, f"{where}: {ours!r} is not {expected!r}"
+    elif isinstance(expected, dict) and tolerance:
+        gap, name = worst(ours, expected)
         assert gap <= tolerance, f"{where} {name}: {gap:.1e}"
-    elif isinstance(wanted, (dict, list, tuple)):
+    elif isinstance(expected, (dict, list, tuple)):
         keys = [list(x) if isinstance(x, dict) else list(range(len(x)))
-                for x in (ours, wanted)]
+                for x in (ours, expected)]
         assert sorted(keys[0]) == sorted(keys[1]), f"{where}: {keys}"
         for key in keys[0]:
-            compare(ours[key], wanted[key], tolerance, f"{where} {key}")
+            compare(ours[key], expected[key], tolerance, f"{where} {key}")
     elif tolerance:
-        gap = relative_difference(ours, wanted)
+        gap = relative_difference(ours, expected)
         assert gap <= tolerance, f"{where}: {gap:.1e}"
     else:
         try:
-            assert_bit_equal(ours, wanted)
+            assert_bit_equal(ours, expected)
         except AssertionError as error:
             raise AssertionError(f"{where}: {error}") from None
 
 
-def check(results, wanted, tolerance, between=None):
+def check(results, expected, tolerance, between=None):
     """Compare each backend's result with the oracle's, and any two with each
     other (within `between`, if that is another tolerance)."""
     assert results
     for engine, ours in results.items():
-        compare(ours, wanted, tolerance, engine)
+        compare(ours, expected, tolerance, engine)
     for a, b in itertools.combinations(results, 2):
         compare(results[a], results[b],
                 tolerance if between is None else between, f"{a} and {b}")
@@ -78,10 +78,10 @@ def on_each(run):
     return results
 
 
-def agree(run, wanted, tolerance, between=None):
-    """`run`, a function of the backend, gives `wanted` on every backend."""
+def agree(run, expected, tolerance, between=None):
+    """`run`, a function of the backend, gives `expected` on every backend."""
     results = on_each(run)
-    check(results, wanted, tolerance, between)
+    check(results, expected, tolerance, between)
     return results
 
 

@@ -21,7 +21,7 @@ def main() -> int:
         result, _ = p.compare()
         verdicts[result.verdict] += 1
         if result.verdict not in ("same", FLOAT32):
-            print(family, seed, p.engines, p.options, done, result, sep="\n")
+            print(family, seed, p.backends, p.options, done, result, sep="\n")
     print(*(f"{n} {verdict}" for verdict, n in verdicts.items()), sep=", ")
     return int(bool(verdicts.keys() - {"same", FLOAT32}))
 

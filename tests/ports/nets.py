@@ -103,9 +103,9 @@ class Task:
     outputs: int
     targets: str = "classes"
 
-    def single(self, engines: tuple[str, ...]) -> bool:
+    def single(self, backends: tuple[str, ...]) -> bool:
         """Whether a layer of MXNet's knows float32 only."""
-        return "mxnet" in engines and any(
+        return "mxnet" in backends and any(
             n.kind in ("lstm", "gru", "instance_norm") for n in self.net)
 
     def batches(self, rng: np.random.Generator, rows: int
@@ -117,7 +117,7 @@ class Task:
                 X = rng.integers(1, size[1], (rows, size[0])).astype("int32")
                 X[:, -2:] *= rng.integers(0, 2, (rows, 2), "int32")  # padding
                 if any(n.kind == "max" for n in self.net):  # without ties,
-                    # whose gradient the engines share in other ways
+                    # whose gradient the backends share in other ways
                     X = rng.permuted(np.tile(np.arange(
                         size[1], dtype="int32"), (rows, 1)), axis=1)[
                             :, :size[0]]
@@ -125,7 +125,7 @@ class Task:
                 shape = (size[0], size[1], size[1]) if kind == "images" \
                     else tuple(size)
                 X = rng.normal(0.1, 1.0, (rows, *shape))
-            # each class at least once, where there is room
+            # each class at least once, if rows are enough
             y = rng.permutation(np.arange(rows) % self.outputs).astype(
                 "int32") if self.targets == "classes" \
                 else rng.normal(size=(rows, self.outputs))
@@ -409,7 +409,7 @@ def textcnn(rng: random.Random) -> Task:
 
 @family
 def autoencoder(rng: random.Random) -> Task:
-    """Down, up again, and a number for each picture and class."""
+    """Down, up again, and a number for each image and class."""
     b = Builder(rng, 2, 6)
     b.conv(4, 3, 2, 1, norm=True)
     b.act(rng.choice(["relu", "tanh"]))

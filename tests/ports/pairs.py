@@ -78,7 +78,7 @@ class Pair:
         For "a" and "b": options of `Side`.
     options : dict
         Of `compare`.
-    engines : tuple of str
+    backends : tuple of str
     styles : tuple of Style
     np_arrays : bool
         Whether MXNet has np arrays.
@@ -92,7 +92,7 @@ class Pair:
         default_factory=lambda: {"a": {}, "b": {}})
     options: dict[str, Any] = field(default_factory=lambda: {
         "optimizer": "sgd", "optimizer_params": {"learning_rate": 0.125}})
-    engines: tuple[str, str] = "mxnet", "torch"
+    backends: tuple[str, str] = "mxnet", "torch"
     styles: tuple[Style, Style] = PLAIN, PLAIN
     np_arrays: bool = False
 
@@ -103,7 +103,7 @@ class Pair:
             warnings.simplefilter("ignore")
             for mode in ("np_shape", "np_array") if self.np_arrays else ():
                 stack.enter_context(getattr(gluon_side.mx.util, mode)(True))
-            sides, paths = zip(*map(self._side, "ab", self.engines,
+            sides, paths = zip(*map(self._side, "ab", self.backends,
                                     self.styles, (1, 2)))
             options = {**self.options, "map": {
                 f"{paths[0][n.name]}.weight": {
@@ -111,19 +111,19 @@ class Pair:
                 for n in self.a if n.kind == "dense" and bool(
                     n.options.get("stored")) != bool(
                     self.b[n.name].options.get("stored"))} or None}
-            if self.task.single(self.engines):
+            if self.task.single(self.backends):
                 options["dtype"] = "float32"
             return parity.compare(*sides, batches=self.batches, **options
                                   ), paths
 
-    def _side(self, which: str, engine: str, style: Style, seed: int) -> Any:
-        with mgpu.using_backend(engine):
-            made = SIDES[engine].build(
+    def _side(self, which: str, backend: str, style: Style, seed: int) -> Any:
+        with mgpu.using_backend(backend):
+            made = SIDES[backend].build(
                 getattr(self, which), style, self.batches[0][0].ndim, seed)
         options = dict(self.sides[which])
         own = options.pop("loss", "mgpu")
         return parity.Side(made, loss=self._loss(
-            engine if own == "own" else own), **options), made.paths
+            backend if own == "own" else own), **options), made.paths
 
     def _loss(self, kind: str) -> Any:
         """mgpu's, or the framework's own."""
@@ -138,14 +138,14 @@ class Pair:
 
 # -- rewritings ---------------------------------------------------------------
 
-#: name -> (engines, function of (net, random.Random) that gives the new
+#: name -> (backends, function of (net, random.Random) that gives the new
 #: net, or None where it does not apply)
 REWRITINGS: dict[str, tuple[tuple[str, ...], Callable]] = {}
 
 
-def rewriting(*engines: str) -> Callable:
+def rewriting(*backends: str) -> Callable:
     def register(change: Callable) -> Callable:
-        REWRITINGS[change.__name__] = engines or ("mxnet", "torch"), change
+        REWRITINGS[change.__name__] = backends or ("mxnet", "torch"), change
         return change
     return register
 
@@ -156,13 +156,13 @@ def _one(net: Net, rng: random.Random, *kinds: str,
     return rng.choice(found) if found else None
 
 
-def rewritten(name: str, *kinds: str, engines: tuple = ("mxnet", "torch"),
+def rewritten(name: str, *kinds: str, backends: tuple = ("mxnet", "torch"),
               where: Callable = lambda net, n: True, **options: Any) -> None:
     """One node gets other options, or is of another `kind`."""
     def change(net, rng):
         n = _one(net, rng, *kinds, where=lambda n: where(net, n))
         return n and net.change(n.name, **options)
-    REWRITINGS[name] = engines, change
+    REWRITINGS[name] = backends, change
 
 
 @rewriting()
@@ -207,7 +207,7 @@ def padded_before(net, rng):
         n.name, "pad", f"pad{rng.randrange(1000)}", by=n.pad)
 
 
-rewritten("added_in_place", "add", engines=("torch",), kind="add_in_place",
+rewritten("added_in_place", "add", backends=("torch",), kind="add_in_place",
           where=lambda net, n: n.inputs[0] != "x" and net[
               n.inputs[0]].kind in ("conv", "dense", "batch_norm")
           and len(net.readers(n.inputs[0])) == 1)
@@ -216,9 +216,9 @@ rewritten("mean_by_sum", "mean", where=lambda net, n: n.axis == 1,
 rewritten("relu_by_maximum", "act", where=lambda net, n: n.act == "relu",
           act="maximum")
 rewritten("softmax_by_exp", "softmax", kind="exp_share")
-rewritten("recurrence_by_hand", "lstm", "gru", engines=("torch",), how="plain")
-rewritten("stored_transposed", "dense", engines=("torch",), stored=True)
-rewritten("norm_by_hand", "layer_norm", engines=("torch",), by_hand=True)
+rewritten("recurrence_loop", "lstm", "gru", backends=("torch",), how="plain")
+rewritten("stored_transposed", "dense", backends=("torch",), stored=True)
+rewritten("norm_by_hand", "layer_norm", backends=("torch",), by_hand=True)
 
 
 # -- drawn pairs --------------------------------------------------------------
@@ -242,7 +242,7 @@ def draw(family: str, seed: int) -> tuple[Pair, list[str]]:
                  "devices": rng.choice([1, 1, 2, 3]), "optimizer": optimizer,
                  "optimizer_params": params, "weights": rng.choice("aaab"),
                  "batch_norm": rng.choice(["per_device", "average", "sync"])},
-             engines=rng.choice([("mxnet", "torch")] * 3 + [
+             backends=rng.choice([("mxnet", "torch")] * 3 + [
                  ("torch", "mxnet"), ("torch", "torch"), ("mxnet", "mxnet")]),
              styles=tuple(Style(str(rng.random()), rng.choice(
                  ["attributes", "sequential", "nested"]), rng.random() < 0.3,
@@ -255,18 +255,18 @@ def draw(family: str, seed: int) -> tuple[Pair, list[str]]:
             for side in p.sides.values():
                 side.update(options)
     done = []
-    for side, engine in zip("ab", p.engines):
+    for side, backend in zip("ab", p.backends):
         for name, (where, change) in REWRITINGS.items():
             # What Ftrl cuts off is 0, where maximum has another derivative
             # than ReLU: no equal pair.
-            if engine in where and rng.random() < 0.35 and not (
+            if backend in where and rng.random() < 0.35 and not (
                     name == "relu_by_maximum" and optimizer == "ftrl"):
                 new = change(getattr(p, side), rng)
                 if new is not None:
                     setattr(p, side, new)
                     done.append(f"{side}: {name}")
     # Functions of arrays have other names there.
-    p.np_arrays = "mxnet" in p.engines and rng.random() < 0.25 \
+    p.np_arrays = "mxnet" in p.backends and rng.random() < 0.25 \
         and p.a.chain and p.b.chain and all(
             n.kind in nets.LAYERS and n.kind not in (
                 "instance_norm", "group_norm") and n.options.get("act") not in

@@ -49,9 +49,8 @@ def bgr(p):
     p.sides["b"]["prepare"] = lambda X, y: (X[:, ::-1].copy(), y)
 
 
-#: kind: family, what is done to the port, the cause that is named (None:
-#: there is none), the stage, and the place. `parity/faults.py` has a fault
-#: for each cause.
+#: kind: family, the change of the port, the named cause (or None), the stage,
+#: and the place. `parity/faults.py` has a fault for each cause.
 MISTAKES = {
     "padding": ("vgg", changed("conv1", pad=0), "layer options", "layer",
                 "conv1"),

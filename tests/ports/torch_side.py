@@ -262,7 +262,7 @@ def _dims(net: Net, n: Node, dims: int) -> int:
 
 
 def value(node: Node, place: int, name: str, shape, seed: int) -> np.ndarray:
-    """The values of a node's parameter: the same for both engines."""
+    """The values of a node's parameter: the same for both backends."""
     rng = np.random.default_rng(zlib.crc32(
         f"{seed} {node.name} {place}".encode()))
     if "var" in name or node.kind.endswith("norm") and not place:

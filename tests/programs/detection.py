@@ -1,4 +1,4 @@
-"""Detection with a list of boxes for each picture, none in some."""
+"""Detection with a list of boxes for each image, empty in some."""
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -25,7 +25,7 @@ net = UNet()
 optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
 for size in (6, 5, 2, 6):
     batch = {"image": torch.randn(size, 1, 8, 8),
-             "names": tuple("picture")}
+             "names": tuple("strings")}
     labels = torch.randint(3, (size, 8, 8))
     out = net(batch)
     loss = F.cross_entropy(out["scores"], labels) \

@@ -146,7 +146,7 @@ def plain_step(catalogue, name, change=lambda net: None, rows=4):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_what_is_called_the_same_is_so_without_mgpu(catalogue, name):
+def test_pairs_called_the_same_agree_without_mgpu(catalogue, name):
     said = [json.loads(line) for line in
             twins.RESULTS.read_text().splitlines()]
     assert {r["verdict"] for r in said if r["pair"] == name} == {"same"}

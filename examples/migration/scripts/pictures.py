@@ -1,5 +1,5 @@
-"""Pictures by a convolutional network: warm-up, a cosine schedule, smoothed
-labels and a metric, on a list of contexts."""
+"""Image classification: warm-up, a cosine schedule, smoothed labels and a
+metric, on a list of contexts."""
 import argparse
 
 import numpy as np
@@ -19,7 +19,7 @@ parser.add_argument("--kvstore", default="device")
 parser.add_argument("--devices", type=int, default=2)
 parser.add_argument("--dtype", default="float32")
 parser.add_argument("--start", help="weights to begin with")
-parser.add_argument("--out", default="pictures.params")
+parser.add_argument("--out", default="images.params")
 opt = parser.parse_args()
 
 CLASSES = 10

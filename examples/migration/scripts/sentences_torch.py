@@ -37,7 +37,7 @@ class Classifier(nn.Module):
 
 
 def sentences(n, seed):
-    """Word numbers, padded; the class is told by the words of a sentence."""
+    """Word numbers, padded; the words of a sentence determine its class."""
     random = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(n):

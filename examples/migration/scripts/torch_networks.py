@@ -9,7 +9,7 @@ import mgpu
 
 
 def digits(train, size=8):
-    """256 pictures of digits to train on, or 100 to test on, in NumPy."""
+    """256 images of digits to train on, or 100 to test on, in NumPy."""
     X, y = (np.concatenate(parts) for parts in zip(*mgpu.datasets.digits(
         64, resize=size, limit=256, shuffle=False)[not train]))
     return (X, y) if train else (X[:100], y[:100])

@@ -1,5 +1,5 @@
-"""The judges judged: the oracle is independent and its gradients are those of
-its values; every comparison rejects a wrong answer."""
+"""Checks of the checks: the oracle is independent, and its gradients are those
+of its values; every comparison rejects a wrong answer."""
 import ast
 
 import numpy as np
@@ -26,7 +26,7 @@ def imports(source):
     return found
 
 
-def test_the_oracle_imports_nothing_that_it_judges():
+def test_the_oracle_imports_neither_mgpu_nor_frameworks():
     for module, allowed in ((oracle, ALLOWED | {"formulas"}),
                             (formulas, ALLOWED)):
         with open(module.__file__, encoding="utf-8") as file:
@@ -37,7 +37,7 @@ def test_the_oracle_imports_nothing_that_it_judges():
     "import mgpu", "from mgpu.losses import L2Loss", "import numpy, torch",
     "def f():\n    import mxnet as mx", "from . import helpers",
     "__import__('mgpu')", "from helpers import mlp"])
-def test_another_import_is_seen(source):
+def test_a_forbidden_import_is_seen(source):
     assert not imports(source) <= ALLOWED
 
 
@@ -47,7 +47,7 @@ A = np.array([1.0, -2.0, 3.0])
 RIGHT = {"0.weight": A, "0.bias": A / 4}
 
 
-@pytest.mark.parametrize("ours, wanted", [
+@pytest.mark.parametrize("ours, expected", [
     (A + 1e-11, A), (A[:2], A), (A[::-1], A), (A * np.nan, A),
     (A, A * np.nan), (None, A), (A, None), ([A], [A, A]),
     ([A, None], [None, A]), ([A, A * 2], [A, A]), (A[None], A),
@@ -55,18 +55,18 @@ RIGHT = {"0.weight": A, "0.bias": A / 4}
     ({**RIGHT, "0.bias": A / 4 + 1e-11}, RIGHT),
     ({**RIGHT, "0.bias": A / 4 * np.nan}, RIGHT), ({}, {}),
     (A * 0 + 1e-300, A * 0), (1.0, 1.0 + 1e-11)])
-def test_wrong_answers_are_rejected(ours, wanted):
+def test_wrong_answers_are_rejected(ours, expected):
     with pytest.raises(AssertionError):
-        compare(ours, wanted, LOCKSTEP)
+        compare(ours, expected, LOCKSTEP)
 
 
-@pytest.mark.parametrize("ours, wanted", [
+@pytest.mark.parametrize("ours, expected", [
     (A + np.spacing(1), A), (A.astype("float32"), A), (A * 0.0, -A * 0.0),
     ({"a": A, "b": A + np.spacing(1)}, {"a": A, "b": A}), ({}, {"a": A}),
     (1, 1.0), (np.int32(1), np.int64(1))])
-def test_exact_means_bits(ours, wanted):
+def test_exact_means_bits(ours, expected):
     with pytest.raises(AssertionError):
-        compare(ours, wanted, EXACT)
+        compare(ours, expected, EXACT)
 
 
 def test_right_answers_pass():
@@ -76,7 +76,7 @@ def test_right_answers_pass():
     compare(A + 1e-14, A, LOCKSTEP)
 
 
-def test_one_wrong_engine_is_enough():
+def test_one_wrong_backend_fails():
     right = {"a": A, "b": A, "c": A}
     check(right, A, EXACT)
     for wrong in right:
