@@ -149,8 +149,8 @@ def test_a_trainer_finds_no_network(backend):
             (every + theirs, ValueError, "trains one network.* received 4 "
              "of 8"), ([], ValueError, "0 parameters of none"),
             (every[:1] * 2, ValueError, "more than once"),
-            ([{"params": every}], TypeError, "one rule for all"),
-            (replicas.net, TypeError, "a Trainer takes the Replicas")):
+            ([{"params": every}], TypeError, "groups are not supported"),
+            (replicas.net, TypeError, "a Trainer expects the Replicas")):
         with pytest.raises(error, match=text):
             mgpu.Trainer(wrong, "sgd")
     assert mgpu.Trainer(replicas.params()[:2], "sgd").replicas is replicas

@@ -313,7 +313,7 @@ def test_what_does_not_fit_is_refused(backend, tmp_path):
             mgpu.train(replicas, data, None, LOSS, trainer, 1,
                        progress=False, **options)
         assert trainer.num_update == 0
-    refused("go with checkpoint_dir", resume="auto")
+    refused("require checkpoint_dir", resume="auto")
     refused("unknown resume; received 'always'", resume="always",
             checkpoint_dir=tmp_path)
     refused("keep", keep=0, checkpoint_dir=tmp_path)

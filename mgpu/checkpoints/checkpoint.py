@@ -106,7 +106,7 @@ def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
     world, backend = replicas.span.world, replicas.backend
     with world.guard():
         position = None if data is None else _export_position(data)
-        with replicas.owned():
+        with replicas.exclusive():
             if trainer.pending:
                 raise RuntimeError(
                     "a checkpoint holds no summed gradients; received those "

@@ -57,7 +57,7 @@ def load_state_dict(replicas: "Replicas", state_dict: Mapping[str, Any],
                         f"{type(state_dict).__name__}. Read a file with "
                         "torch.load or mx.nd.load first.")
     replicas.check_complete()
-    with replicas.owned(), replicas.backend.scope(recording=False):
+    with replicas.exclusive(), replicas.backend.scope(recording=False):
         return IncompatibleKeys(*replicas.network.load_state(state_dict,
                                                              strict))
 

@@ -87,7 +87,7 @@ EXPECTED = {
     "no_sizes": "ValueError: .*received 0",
     "no_size": (
         "WorkerFailed: rank 1 failed .*received 0 on rank 1 of 2.*of its "
-        "rows. No parameter", "ValueError: a process gives the size of its"),
+        "examples. No parameter", "ValueError: batch_size must be that of"),
     "layer": "ModelMismatch: .*layers.*1e-05.* on rank 0 and .*0.001",
     "evaluated": "ModelMismatch: .*evaluate .* accuracy '0.0' on rank 0 and "
                  "'1.0' on rank 1",
@@ -101,7 +101,7 @@ EXPECTED = {
                "on rank 0",
     "no_pass": (
         "WorkerFailed: rank 1 failed .*received 8 on rank 1 of 2",
-        "ValueError: a process gives the size of its own part.*no backward"),
+        "ValueError: batch_size must be that of the rank's part.*no backward"),
     "labels_without_rows": (
         "WorkerFailed: rank 1 failed .*ValueError: X and y must have",
         "ValueError: X and y must have equally many rows"),
@@ -149,7 +149,7 @@ HEARD = {
     "error in the loss": "an error on one rank",
     "error in backward": "an error on one rank",
     "other loop": "a layer refuses its input",
-    "no rows by hand": "a network runs on one row or more"}
+    "no rows by hand": "a network needs at least one example"}
 
 
 def test_others_hear_of_an_error(job):
@@ -169,7 +169,7 @@ def test_other_layers_and_single_replicas_are_refused_on_all_ranks(job):
     said = {**dict.fromkeys(
         ("other order", "fewer layers"), "needs the same layers in the same "
         "order on every rank.*'1.second' .float64 .1, 4, 1, 1.. on rank"),
-        "one replica": "all replicas train together"}
+        "one replica": "all replicas must run together"}
     for one in reports(job, "sync_faults"):
         for case, text in said.items():
             kind, message = one[case]
