@@ -7,7 +7,7 @@ from mgpu import distributed
 from mgpu.backends import backend_for
 from mgpu.backends.device import as_devices
 from mgpu.data.examples import BatchSplit
-from mgpu.nn.batch_norm import Meeting, SyncBatchNorm
+from mgpu.nn.batch_norm import DeviceThreads, SyncBatchNorm
 
 
 def DataParallel(net: Any, devices: Sequence[Any], *,
@@ -68,8 +68,8 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
     whole = (whole,) if isinstance(whole, str) else tuple(whole)
 
     def synchronize(active: Sequence[int]) -> Any:
-        meeting = Meeting(active)
-        return SyncBatchNorm(backend, meeting), partial(meeting.run, backend)
+        threads = DeviceThreads(active)
+        return SyncBatchNorm(backend, threads), partial(threads.run, backend)
     names = [p.name for p in backend.network(net).inputs()
              if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return backend.data_parallel(

@@ -29,7 +29,7 @@ from mgpu.data.inputs import inputs_for
 from mgpu.data.nested import (NoRows, OnDevices, examples_of, is_empty,
                               shards_of)
 from mgpu.errors import ReplicaMismatchError
-from mgpu.nn.batch_norm import Joint, Meeting, SyncBatchNorm
+from mgpu.nn.batch_norm import Joint, DeviceThreads, SyncBatchNorm
 from mgpu.training.parameters import BUFFERS, STATISTICS, Parameter
 from mgpu.training.prediction import predict
 from mgpu.training.replicas import shards, values
@@ -601,13 +601,13 @@ class Replicas(_OfNetwork, abc.Sequence):
 
     def _run_synchronized(self, active: list[int], run: Callable[[], Any]
                           ) -> Any:
-        meeting, joint = Meeting(active), None
+        threads, joint = DeviceThreads(active), None
         if self.span.wide:
             self._served = not all(self._begin_pass(True))
             joint = Joint(self.backend, self.span.world.sums)
-        rule = SyncBatchNorm(self.backend, meeting, joint)
+        rule = SyncBatchNorm(self.backend, threads, joint)
         with self.network.use_batch_norm(
-                rule, partial(meeting.run, self.backend)):
+                rule, partial(threads.run, self.backend)):
             return run()
 
     def compute_gradients(self, shards: Sequence[Any],
