@@ -178,10 +178,10 @@ def test_stores_change_nothing(backend):
 def test_what_would_be_another_number_is_refused(backend):
     for options, text in (
             ({"kvstore": "dist_sync"}, "mgpu launch"),
-            ({"kvstore": "nccl"}, "allreduce='native'"),
+            ({"kvstore": "nccl"}, "allreduce= .on GPUs 'native'"),
             ({"kvstore": "postal"}, "unknown kvstore; received 'postal'"),
             ({"semantics": "device"}, "unknown semantics"),
-            ({"compression_params": {"type": "2bit"}}, "summed as they are"),
+            ({"compression_params": {"type": "2bit"}}, "are not supported"),
             ({"optimizer_params": {"rescale_grad": 0}},
              "rescale_grad must be"),
             ({"optimizer_params": {"begin_num_update": 3}}, "no option "
