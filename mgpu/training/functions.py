@@ -128,7 +128,7 @@ def backward(losses: Any | Sequence[Any]) -> None:
             "pass the loss function to mgpu.train_batch.")
     with probes.stage("compute", "backward", numbers=numbers):
         backend.backward(losses)
-    distributed.current().sums.settle()
+    distributed.current().sums.synchronize()
 
 
 def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> list[Any]:

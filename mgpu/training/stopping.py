@@ -43,7 +43,7 @@ class Stop:
         self._put_back: Callable[[], None] | None = None
 
     def __enter__(self) -> "Stop":
-        self._world.go_on()
+        self._world.clear_stop()
         if threading.current_thread() is threading.main_thread():
             for number, default in self._defaults.items():
                 if signal.getsignal(number) == default:
@@ -54,18 +54,18 @@ class Stop:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         for number in self._set:
             signal.signal(number, self._defaults[number])
-        wish, heard = self._world.wish, self._world.stopping
-        self._world.go_on()
-        if kind is None and wish is not None and heard is None:
-            signal.raise_signal(wish)       # after the last exchange
+        stop, heard = self._world.stop_signal, self._world.stopping
+        self._world.clear_stop()
+        if kind is None and stop is not None and heard is None:
+            signal.raise_signal(stop)       # after the last exchange
 
     def _handle(self, number: int, frame: Any) -> None:
         now = time.monotonic()
-        if number == self._world.wish == signal.SIGINT \
+        if number == self._world.stop_signal == signal.SIGINT \
                 and now - self._when > _AGAIN:
             raise KeyboardInterrupt
-        if self._world.wish is None:
-            self._world.wish, self._when = number, now
+        if self._world.stop_signal is None:
+            self._world.stop_signal, self._when = number, now
         if self._free:
             self._free = False
             raise Stopped

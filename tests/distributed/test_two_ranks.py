@@ -91,9 +91,9 @@ EXPECTED = {
     "layer": "ModelMismatch: .*layers.*1e-05.* on rank 0 and .*0.001",
     "evaluated": "ModelMismatch: .*evaluate .* accuracy '0.0' on rank 0 and "
                  "'1.0' on rank 1",
-    "evaluated_data": "ValueError: all processes evaluate on one order .*"
+    "evaluated_data": "ValueError: all ranks must evaluate on one order .*"
                       "seed=0.* on rank 0 and .*seed=1.* on rank 1",
-    "last_batch": "ValueError: all processes train on one order .*drop_last="
+    "last_batch": "ValueError: all ranks must train on one order .*drop_last="
                   "False.* on rank 0 and .*drop_last=True",
     "loss": "ModelMismatch: .*loss.*SoftmaxCrossEntropyLoss.* on rank 0 and "
             ".*L2Loss",
