@@ -97,8 +97,8 @@ def _described(side: Any) -> dict[str, Any]:
     known["network"] = getattr(side.net, "__qualname__",
                                type(side.net).__name__)
     with contextlib.suppress(Exception):    # perhaps it is what has failed
-        net, engine = network_of(side.net)
+        net, name = network_of(side.net)
         known["network"] = type(net).__name__
-        with using_backend(engine) as backend:
-            known["engine"] = f"{engine} {backend.version}"
+        with using_backend(name) as backend:
+            known["engine"] = f"{name} {backend.version}"
     return known
