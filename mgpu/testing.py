@@ -1,8 +1,8 @@
-"""For test suites: `assert_parity`.
+"""Assertions for test suites: `assert_parity`.
 
-The pytest plugin `pytest_mgpu` comes with it: it lists failed comparisons at
-the end of a run, and ``--parity-report DIR`` writes a page for each, also for
-those that were refused.
+The pytest plugin `pytest_mgpu` is installed with it. It lists failed
+comparisons at the end of a run, and ``--parity-report DIR`` writes a page for
+each, also for networks that could not be compared.
 """
 import contextlib
 import inspect
@@ -57,7 +57,7 @@ def assert_parity(a: Any, b: Any, *, allow_mxnet_float32: bool = False,
     try:
         result = compare(a, b, **options)
     except Exception as error:
-        error.parity_result = _refused(     # type: ignore[attr-defined]
+        error.parity_result = _not_compared(     # type: ignore[attr-defined]
             a, b, options, error)
         raise
     if not result.proves(allow_mxnet_float32, allow_formulas):
@@ -65,9 +65,9 @@ def assert_parity(a: Any, b: Any, *, allow_mxnet_float32: bool = False,
     return result
 
 
-def _refused(a: Any, b: Any, options: dict[str, Any], error: Exception
+def _not_compared(a: Any, b: Any, options: dict[str, Any], error: Exception
              ) -> Result:
-    """What there is to say of two networks that could not be compared."""
+    """The result of a comparison that raised."""
     if isinstance(error, MatchError):
         notes = [
             f"left in b: {joined(names, 8) or 'nothing'}" if not name else
@@ -97,8 +97,8 @@ def _described(side: Any) -> dict[str, Any]:
     known["network"] = getattr(side.net, "__qualname__",
                                type(side.net).__name__)
     with contextlib.suppress(Exception):    # perhaps it is what has failed
-        net, engine = network_of(side.net)
+        net, name = network_of(side.net)
         known["network"] = type(net).__name__
-        with using_backend(engine) as backend:
-            known["engine"] = f"{engine} {backend.version}"
+        with using_backend(name) as backend:
+            known["engine"] = f"{name} {backend.version}"
     return known

@@ -19,7 +19,8 @@ EXEMPT = ("CHANGELOG.md", "mgpu/parity/", "mgpu/gluon_io/",
           "tests/files/", "scripts/words.py")
 #: pattern -> the term
 WORDS = {
-    r"(?<!layout )(?<!mx\.)(?<!MXNet's )(?<!--)\bengines?\b(?! itself|\.name)":
+    r"(?<!layout )(?<![\"'])(?<!mx\.)(?<!MXNet's )(?<!--)\bengines?\b"
+    r"(?! itself|\.name)":
         "backend; for communication: communication backend",
     r"\b(optim|initial|normal|synchron|serial|regular|minim)is(e|ed|er|ers|"
     r"es|ing|ation)\b": "American spelling: -ize",

@@ -364,7 +364,7 @@ def test_one_replica_alone_cannot_train_in_sync(engine):
     replicas = initialize(convnet(engine), on(2), "sync")
     x = mgpu.put(images(2), mgpu.cpu(1))
     with mgpu.record(), pytest.raises(RuntimeError, match=(
-            "all replicas train together; received inputs for replica 1")):
+            "all replicas must run together; received inputs for replica 1")):
         replicas[1](x)
     replicas[1](x)                          # one replica may predict
 

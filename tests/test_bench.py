@@ -103,10 +103,10 @@ def test_what_is_refused(options, text):
 
 ONE = {"rows": 100, "dispatch": 2.0, "copy": 1.0, "fixed": 4.0,
        "per_row": 0.5, "update": 3.0, "other": 0.25, "arrays": 5,
-       "bytes": 60, "latency": 0.125, "bandwidth": 40.0, "room": None}
+       "bytes": 60, "latency": 0.125, "bandwidth": 40.0, "capacity": None}
 
 
-@pytest.mark.parametrize("k, room, parts", [
+@pytest.mark.parametrize("k, capacity, parts", [
     # 4 + 0.5 * 100
     (1, None, dict(dispatch=2, compute=54, reduce=0, update=3)),
     # 4 + 0.5 * 50; 2 * 1 * 5 * 0.125 + 2 * 2 * 60 / 40
@@ -117,16 +117,16 @@ ONE = {"rows": 100, "dispatch": 2.0, "copy": 1.0, "fixed": 4.0,
     (4, 2, dict(dispatch=8, compute=33, reduce=3.75 + 12, update=6)),
     # three on two: 1.5 times
     (3, 2, dict(dispatch=6, compute=31.5, reduce=2.5 + 9, update=4.5))])
-def test_predict(k, room, parts):
+def test_predict(k, capacity, parts):
     """Numbers that are exact in binary, computed manually."""
-    found = bench.predict({**ONE, "room": room}, k)
+    found = bench.predict({**ONE, "capacity": capacity}, k)
     assert found["parts"] == {**parts, "copy": 1, "other": 0.25}
     assert found["devices"] == k
     assert found["seconds"] == sum(parts.values()) + 1.25
     assert found["images_per_second"] == 100 / found["seconds"]
-    crowded = room is not None and k > room
-    assert found["note"] == (f"{k} logical devices have room for {room} on "
-                             "the cores here: they take turns"
+    crowded = capacity is not None and k > capacity
+    assert found["note"] == (f"the cores run {capacity} of {k} logical devices"
+                             " in parallel: they take turns"
                              if crowded else "")
 
 
@@ -184,7 +184,7 @@ def test_end_to_end(tmp_path):
     assert {e["pid"] for e in events if e["ph"] == "X"} == set(processes)
     shown = " ".join(result.output.split())
     for text in ("images/s", "predicted", "dispatch",
-                 "64 logical devices have room for "):
+                 " of 64 logical devices in parallel: "):
         assert text in shown
     # Which of the two is a matter of time, that is of other work.
     assert "-bound: " in shown or "No part takes half of a step: " in shown
@@ -195,8 +195,8 @@ def test_end_to_end(tmp_path):
 @pytest.mark.parametrize("arguments, text", [
     (["--predict", "0"], "--predict takes numbers, from 1 on"),
     (["--model", "vgg"], "MODULE:FACTORY"),
-    (["--model", "lenet", "--input", "3x28x28"], "LeNet takes"),
-    (["--model", "resnet18", "--input", "5"], "ResNet-18 takes pictures of "
+    (["--model", "lenet", "--input", "3x28x28"], "LeNet requires"),
+    (["--model", "resnet18", "--input", "5"], "ResNet-18 requires images of "
      "(channels, height, width); received (5,)")])
 def test_refused_in_one_line(arguments, text):
     result = command("--backend", BACKENDS[0], *arguments)

@@ -133,7 +133,7 @@ def test_a_step_that_fails_in_its_second_batch_updates_nothing(backend):
     for p in run[0].params():
         np.testing.assert_array_equal(now[p.name], before[p.name])
     assert run[1].num_update == 0
-    with pytest.raises(RuntimeError, match="update works on"):
+    with pytest.raises(RuntimeError, match="update requires"):
         run[1].update(9)
 
 

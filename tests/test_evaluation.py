@@ -240,7 +240,7 @@ def test_wrong_arguments_are_refused(backend):
             (replicas, data(), {"devices": on(0, 1)}, elsewhere),
             ([f, f], data(), {}, ""), ([f], data(), {"devices": on(1, 2)},
                                        "argument 2 is longer"),
-            (replicas, iter([]), {}, "needs one example or more")):
+            (replicas, iter([]), {}, "needs at least one example")):
         with pytest.raises((TypeError, ValueError), match=text or None):
             mgpu.evaluate_accuracy_gpus(net, batches, **options)
 
@@ -253,7 +253,7 @@ def test_one_of_two_outputs_is_evaluated(engine, devices):
     y = replicas.predict(X)[0].argmax(1)
     y[1] = (y[1] + 1) % 3
     with pytest.raises(TypeError, match="whose output is a tuple of 2 arrays"
-                       ". Choose one: pass devices= and a list"):
+                       ". Select one: pass devices= and a list"):
         mgpu.evaluate_accuracy_gpus(replicas, [(X, y)])
     assert mgpu.evaluate_accuracy_gpus(
         [lambda x, run=run: run(x)[0] for run in replicas], [(X, y)],

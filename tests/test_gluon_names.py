@@ -150,8 +150,8 @@ def test_a_trainer_finds_no_network(backend):
             (every + theirs, ValueError, "trains one network.* received 4 "
              "of 8"), ([], ValueError, "0 parameters of none"),
             (every[:1] * 2, ValueError, "more than once"),
-            ([{"params": every}], TypeError, "one rule for all"),
-            (replicas.net, TypeError, "a Trainer takes the Replicas")):
+            ([{"params": every}], TypeError, "groups are not supported"),
+            (replicas.net, TypeError, "a Trainer expects the Replicas")):
         with pytest.raises(error, match=text):
             mgpu.Trainer(wrong, "sgd")
     assert mgpu.Trainer(replicas.params()[:2], "sgd").replicas is replicas
@@ -179,10 +179,10 @@ def test_stores_change_nothing(backend):
 def test_what_would_be_another_number_is_refused(backend):
     for options, text in (
             ({"kvstore": "dist_sync"}, "mgpu launch"),
-            ({"kvstore": "nccl"}, "allreduce='native'"),
+            ({"kvstore": "nccl"}, "allreduce= .on GPUs 'native'"),
             ({"kvstore": "postal"}, "unknown kvstore; received 'postal'"),
             ({"semantics": "device"}, "unknown semantics"),
-            ({"compression_params": {"type": "2bit"}}, "summed as they are"),
+            ({"compression_params": {"type": "2bit"}}, "are not supported"),
             ({"optimizer_params": {"rescale_grad": 0}},
              "rescale_grad must be"),
             ({"optimizer_params": {"begin_num_update": 3}}, "no option "

@@ -228,7 +228,7 @@ def test_values_of_unknown_shapes_are_not_available(engine):
                  replicas[0].arrays, lambda: early.set_data(0),
                  lambda: replicas.import_numpy({})):
         with pytest.raises(RuntimeError, match="a shape is unknown until the "
-                           "first forward pass. Run one, replicas."):
+                           "first forward pass. Run replicas."):
             read()
 
 
@@ -307,8 +307,8 @@ def test_a_layer_without_a_shape_that_is_never_called(engine):
             return self.used(x)
     replicas = mgpu.initialize(Net(), on(0, 1), "uniform")
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"calls no layer of \['idle.weig"
-                           r"ht.*\]. Give these layers their input size"):
+        with pytest.raises(ValueError, match=r"does not call \['idle.weight.*"
+                           r"\]. Set their input sizes"):
             train(replicas, rows(8))
         assert not replicas.complete
 
@@ -359,8 +359,8 @@ def test_a_seed_where_nothing_is_drawn(engine):
     for init in (None, "keep"):
         net = with_values(engine, mlp(engine))
         before = native_values(engine, net)
-        with pytest.raises(ValueError, match="a seed is for values that are "
-                           "drawn; received seed=3 .* Pass init="):
+        with pytest.raises(ValueError, match="seed= requires parameters to "
+                           "initialize; received seed=3 .* Pass init="):
             mgpu.initialize(net, on(1), init, seed=3, dtype="float64")
         assert_all_equal(native_values(engine, net), before)
 
@@ -368,8 +368,8 @@ def test_a_seed_where_nothing_is_drawn(engine):
 def test_keep_wants_a_value_for_each_parameter(engine):
     net = mgpu.models.lenet()
     with_values(engine, net[0])
-    with pytest.raises(RuntimeError, match="init='keep' needs a network that "
-                       "has values; received none of .*'9.bias'.*. Load or "
+    with pytest.raises(RuntimeError, match="init='keep' requires a network "
+                       "with values; received none for .*'9.bias'.*. Load or "
                        "initialize these first"):
         mgpu.initialize(net, on(0), "keep")
 

@@ -212,9 +212,9 @@ def test_evaluate_takes_losses_where_the_metric_does(backend):
     replicas = network(backend, on(0))
     for metric, loss in (("loss", None), ("acc", LOSS), (["acc", "loss"],
                          None), (["acc", "loss"], LOSS)):
-        with pytest.raises(TypeError, match="Evaluate each kind by itself"):
+        with pytest.raises(TypeError, match="Evaluate each kind in a sep"):
             mgpu.evaluate(replicas, DATA, metric, loss=loss)
-    with pytest.raises(ValueError, match="one example or more"):
+    with pytest.raises(ValueError, match="at least one example"):
         mgpu.evaluate(replicas, [], "acc")
     pair = mgpu.initialize(several_inputs(
         backend, lambda dense, x: (dense(x), dense(x)), (6, 5)), on(0, 1),

@@ -462,7 +462,7 @@ def test_wrong_options_change_nothing(backend):
              "network one by one; received batch_norm='sync' with hybridize. "
              "Use one of them."),
             ({"autocast": "bfloat16", "dtype": "float64"},
-             "autocast narrows the passes of a float32 network; received "
+             "autocast requires a float32 network; received "
              "autocast='bfloat16' with float64. Use dtype='float32', or "
              "autocast=None.")):
         refused(convnet(backend), ValueError, text, **options)

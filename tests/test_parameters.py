@@ -39,7 +39,7 @@ def test_a_parameter_is_not_on_another_device(engine):
             device=device)):
         with pytest.raises(RuntimeError, match=(
                 r"parameter '0.weight' is not initialized on cpu\(0\); it "
-                r"lives on \[cpu\(1\), cpu\(3\)\]. Read it there, or")):
+                r"is on \[cpu\(1\), cpu\(3\)\]. Read it there, or")):
             read(mgpu.cpu(0))
 
 
@@ -351,8 +351,8 @@ def test_statistics_that_are_exported_are_the_networks(engine):
     for p in replicas.statistics():
         assert_bit_equal(replicas.export_numpy()[p.name],
                          mgpu.to_numpy(p.data()))
-    with pytest.raises(ValueError, match="one device's statistics or those "
-                       "of all are exported; received device="):
+    with pytest.raises(ValueError, match="exports one device's statistics and "
+                       "all_devices= all; received device="):
         replicas.export_numpy(device=mgpu.cpu(0), all_devices=True)
 
 
@@ -420,8 +420,8 @@ def test_values_that_do_not_fit_are_refused(engine):
         with pytest.raises(ValueError) as caught:
             replicas.import_numpy(values)
         assert str(caught.value) == (
-            f"the values must be those of this network; received {text}. Use "
-            "what export_numpy of a network with the same layers gave.")
+            f"the values must be those of this network; received {text}. Pass "
+            "the result of export_numpy of a network with the same layers.")
         assert_all_equal(on_each(replicas), before)
 
 

@@ -101,15 +101,15 @@ def test_nothing_else_changes(backend):
 def test_what_is_no_rows_is_refused(backend):
     replicas = made(backend, on(0, 1))
     for wrong, options, kind, words in (
-            (X[:0], {}, ValueError, "one row or more"),
-            ([], {}, ValueError, "one row or more|no batch"),
+            (X[:0], {}, ValueError, "at least one"),
+            ([], {}, ValueError, "at least one|no batch"),
             (iter([]), {}, ValueError, "received no batch"),
             ((X, X[:3]), {}, ValueError, "received 3 or 23"),
             (3, {}, TypeError, "an iterable of batches"),
             (iter([X]), {"batch_size": 3}, TypeError,
              "iterator and batch_size=3"),
             (X, {"batch_size": 0}, ValueError, "batch_size must be an int"),
-            (X, {"device": mgpu.cpu(5)}, ValueError, "Use it where it is")):
+            (X, {"device": mgpu.cpu(5)}, ValueError, "one of its devices")):
         with pytest.raises(kind, match=words):
             replicas.predict(wrong, **options)
 
@@ -120,7 +120,7 @@ def test_foreign_rows_and_outputs_without_rows_are_refused(backend):
         made(backend, on(0)).predict(x)
     replicas = made(backend, on(0, 1), several(
         backend, lambda one, a: one(a).sum()))
-    with pytest.raises(ValueError, match="a row for each row"):
+    with pytest.raises(ValueError, match="an output for each example"):
         replicas.predict(X)
 
 
@@ -131,8 +131,8 @@ def test_an_output_that_has_as_many_rows_by_chance_is_refused(
     """A constant beside the rows, or rows on another axis."""
     for forward, words in (
             (lambda one, a: (one(a), one(a[:1] * 0).reshape((2,))),
-             r"of shape \(2,\) for \d rows"),
-            (lambda one, a: one(a).T, r"of shape \(2, \d\) for \d rows")):
+             r"shape \(2,\) for batch size \d"),
+            (lambda one, a: one(a).T, r"shape \(2, \d\) for batch size \d")):
         replicas = made(backend, on(*range(k)), several(backend, forward))
         with pytest.raises(ValueError, match=words):
             replicas.predict(X[:size], batch_size)
@@ -144,7 +144,7 @@ def test_one_row_beside_the_rows_is_refused(backend):
         return one(a), one(a[:1] * 0)
     assert made(backend, on(0), several(backend, forward)).predict(
         X[:1])[1].shape == (1, 2)
-    with pytest.raises(ValueError, match=r"of shape \(1, 2\) for 2 rows"):
+    with pytest.raises(ValueError, match=r"shape \(1, 2\) for batch size 2"):
         made(backend, on(0, 1), several(backend, forward)).predict(X[:2])
 
 
@@ -175,7 +175,7 @@ def test_outputs_that_are_no_arrays_are_refused():
             replicas = mgpu.initialize(Net(wrap), on(0, 1))
             for batch_size in (None, 3):
                 with pytest.raises(TypeError,
-                                   match=f"received a {name} in the"):
+                                   match=f"received a {name}\\. "):
                     replicas.predict(inputs, batch_size)
         with pytest.raises(TypeError, match="of numbers; received Output"):
             mgpu.evaluate_accuracy_gpus(replicas, [(inputs, labels)])

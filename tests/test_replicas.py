@@ -96,10 +96,10 @@ def test_a_first_input_without_rows_and_a_second_with_some(engine):
         with pytest.raises(ValueError) as caught:
             call()
         assert str(caught.value) == (
-            "the first array of a device's inputs says whether it has rows; "
-            "received an empty one, and (4, 3) after it, on cpu(1). Let the "
-            "array with a row for each example come first, or give a device "
-            "without rows None.")
+            "the first array of a device's inputs determines the number of "
+            "examples; received an empty one, and (4, 3) after it, on cpu(1). "
+            "Pass an array with a batch dimension first, or None for a device "
+            "without examples.")
     assert replicas([first, (None, b)])[1] is None
 
 
@@ -133,19 +133,19 @@ def test_wrong_calls_are_refused(backend):
             call()
         assert str(caught.value) == text
     for bare in (x, rows(4), 3.0):
-        refused(TypeError, "replicas take a list with one shard per device; "
+        refused(TypeError, "replicas expect a list with one shard per device; "
                 f"received {type(bare).__name__}. Use replicas(split_and_load("
                 "x, replicas.devices)), or replicas[i](x) for the replica on "
                 "device i.", lambda: replicas(bare))
     for shards in ([None, None], [x[:0], None]):
-        refused(ValueError, "a network runs on one row or more; received none "
-                "on [cpu(0), cpu(1)]. Leave an empty batch out.",
+        refused(ValueError, "a network needs at least one example; received "
+                "none on [cpu(0), cpu(1)]. Skip empty batches.",
                 lambda: replicas(shards))
-    arrays = f"takes arrays of the {backend.name} backend; received"
+    arrays = f"expects arrays of the {backend.name} backend; received"
     refused(TypeError, f"replica 1 on cpu(1) {arrays} ndarray. Use "
             "mgpu.put(x, cpu(1)).", lambda: replicas[1](rows(4)))
     for nothing in ((), (None,), ({},), (x[:0],)):
-        with pytest.raises(ValueError, match="one row or more; received"):
+        with pytest.raises(ValueError, match="at least one example; received"):
             replicas[1](*nothing)
     graph = types.SimpleNamespace(x=x)
     refused(TypeError, f"replica 0 on cpu(0) {arrays} SimpleNamespace. Use "

@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_is_passed_over(backend, tmp_path):
     newest.write_bytes(newest.read_bytes()[:-9])
     run = made(on(0, 1), seed=9)
     with pytest.warns(RuntimeWarning, match="step-00000006.* is damaged.* "
-                      "goes on from the checkpoint before it"):
+                      "Resuming from the previous checkpoint"):
         history = train(run, place)
     assert_same(everything(run, history), whole)
     for name in names(place):
@@ -312,7 +312,7 @@ def test_what_does_not_fit_is_refused(backend, tmp_path):
             mgpu.train(replicas, data, None, LOSS, trainer, 1,
                        progress=False, **options)
         assert trainer.num_update == 0
-    refused("go with checkpoint_dir", resume="auto")
+    refused("require checkpoint_dir", resume="auto")
     refused("unknown resume; received 'always'", resume="always",
             checkpoint_dir=tmp_path)
     refused("keep", keep=0, checkpoint_dir=tmp_path)

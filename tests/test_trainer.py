@@ -143,8 +143,8 @@ def test_invalidated_replicas_raise(backend, devices, tmp_path):
                  old.export_numpy, lambda: mgpu.Trainer(old, "sgd"),
                  lambda: mgpu.load_checkpoint(tmp_path / "old", old,
                                               trainer)):
-        with pytest.raises(RuntimeError, match="void: the network was "
-                           "initialized again. Use what that call returned"):
+        with pytest.raises(RuntimeError, match="invalid: the network was "
+                           "initialized again. Use the result of the last"):
             call()
     assert_unchanged(values(new), now)
     train(new, mgpu.Trainer(new, "sgd"))
@@ -265,13 +265,13 @@ WRONG = [
     (("sgd", {"lr_scheduler": float}, "gluon", float), ValueError,
      "expected one lr_scheduler; received one as an argument and one in "
      "optimizer_params"),
-    (("sgd", None, "gluon", 0.5), TypeError, "lr_scheduler is called with "
-     "the number of an update; received float."),
+    (("sgd", None, "gluon", 0.5), TypeError, "lr_scheduler must be "
+     "callable with an update number; received float."),
     (("sgd", None, "gluon", None, 2.0), TypeError,
      "lr_mult must be a dict with names as keys; received float"),
     (("sgd", None, "gluon", None, {"weight": 2.0}), ValueError,
-     "lr_mult names parameters of the network; received ['weight']. It has "
-     "['0.bias', '0.weight', '2.bias', '2.weight']."),
+     "lr_mult must name parameters of the network; received ['weight']. It "
+     "has ['0.bias', '0.weight', '2.bias', '2.weight']."),
     (("sgd", None, "gluon", None, None, [1, 2]), TypeError,
      "wd_mult must be a dict with names as keys; received list"),
     (("sgd", None, "gluon", None, None, {"0.bias": "2"}), TypeError,
@@ -282,7 +282,7 @@ WRONG = [
     (("sgd", None, "gluon", None, None, None, None, "nccl"), ValueError,
      "unknown allreduce; received 'nccl'"),
     ((mgpu.optimizers.SGD(), {"momentum": 0.5}), ValueError,
-     "optimizer_params go with an optimizer's name; received ['momentum'] "
+     "optimizer_params require an optimizer's name; received ['momentum'] "
      "with an Optimizer object."),
 ]
 
@@ -300,12 +300,12 @@ def test_a_trainer_takes_replicas(backend):
         with pytest.raises(TypeError) as caught:
             mgpu.Trainer(wrong, "sgd")
         assert str(caught.value) == (
-            "a Trainer takes the Replicas that mgpu.initialize returns; "
+            "a Trainer expects the Replicas that mgpu.initialize returns; "
             f"received {type(wrong).__name__}. Use Trainer(replicas, ...) or "
             "Trainer(net.collect_params(), ...) of a network that "
             "mgpu.initialize has put on devices, and for lists of arrays "
-            "mgpu.sgd. It has one rule for all parameters: instead of groups "
-            "use lr_mult and wd_mult, or a Trainer for each.")
+            "mgpu.sgd. Parameter groups are not supported: "
+            "use lr_mult and wd_mult, or a Trainer for each group.")
 
 
 def test_a_network_with_unknown_shapes(engine, devices):
@@ -325,7 +325,7 @@ def test_a_step_needs_known_shapes(backend, devices, tmp_path):
     for call in (lambda: trainer.step(4), trainer.allreduce_grads,
                  lambda: trainer.load_states(tmp_path / "none")):
         with pytest.raises(RuntimeError, match="a shape is unknown until the "
-                           r"first forward pass. Run one, replicas\(shards\)"
+                           r"first forward pass. Run replicas\(shards\)"
                            ", or pass sample="):
             call()
 

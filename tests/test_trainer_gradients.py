@@ -15,7 +15,7 @@ from steps import (LOSS, ROWS, assert_close, assert_replicas_equal,
                    gradients, initialize, sgd, sides, values)
 
 STALE = ("parameter {!r} has no new gradient since the last step: {}. Run the "
-         "forward pass inside record() and give the losses of all devices to "
+         "forward pass inside record() and pass the losses of all devices to "
          "one mgpu.backward; freeze the parameter (grad_req='null', "
          "requires_grad=False); or pass ignore_stale_grad=True to skip it.")
 MISSED = "the last backward pass did not reach it"
@@ -508,7 +508,7 @@ def test_gradients_are_summed_once(backend, devices):
         with pytest.raises(RuntimeError) as caught:
             call()
         assert str(caught.value) == (
-            f"{name} works on gradients that allreduce_grads has taken; "
+            f"{name} requires gradients summed by allreduce_grads; "
             "received none since the last update. Call allreduce_grads "
             "first, or step for both.")
     assert_unchanged(values(replicas), before)

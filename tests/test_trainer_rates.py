@@ -23,8 +23,8 @@ def test_multipliers_by_torchs_names_of_norms(backend):
             f"1.{given}": 0.5}, wd_mult={f"1.{own}": 0.25, "0.bias": 2.0})
         assert trainer.lr_mult == {f"1.{own}": 0.5}
         assert trainer.wd_mult == {f"1.{own}": 0.25, "0.bias": 2.0}
-        with pytest.raises(ValueError, match="lr_mult names parameters of the "
-                           f"network; received .'1.{given}'.. It has"):
+        with pytest.raises(ValueError, match="lr_mult must name parameters of "
+                           f"the network; received .'1.{given}'.. It has"):
             mgpu.Trainer(replicas, "sgd", lr_mult={f"1.{own}": 0.5,
                                                    f"1.{given}": 0.5})
 

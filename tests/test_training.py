@@ -73,7 +73,7 @@ def test_wrong_losses_are_refused(engine):
              "returned."),
             ([foreign], TypeError, refusal_of_foreign(engine, name)),
             ([None, None], ValueError, "backward needs at least one loss; "
-             "received none. Give some device rows.")):
+             "received none. Pass examples to at least one device.")):
         with pytest.raises(error, match=re.escape(message)):
             mgpu.backward(losses)
     assert mgpu.to_numpy(mgpu.grad(x)).tolist() == [0]
@@ -235,9 +235,9 @@ def test_labels_without_inputs_are_refused(backend):
     with pytest.raises(ValueError) as caught:
         mgpu.train_batch(X, y, replicas, loss, trainer, split)
     assert str(caught.value) == (
-        "a device has inputs where it has labels; received 2 rows of labels "
-        "without inputs on cpu(1). The first array of the inputs is the one "
-        "whose rows count.")
+        "a device with labels needs inputs; received 2 labels without inputs "
+        "on cpu(1). The first array of the inputs determines the number of "
+        "examples.")
     assert_unchanged(values(replicas), before)
 
 
@@ -281,8 +281,8 @@ def test_a_wrong_trainer_is_refused(backend):
     as "expected a Trainer; received Trainer" would not help."""
     a, loss, _ = set_up(backend, on(0))
     _, _, trainer = set_up(backend, on(0, 1))
-    with pytest.raises(ValueError, match="a trainer steps the replicas that "
-                       "it was made with; received one of .* Make a new "
+    with pytest.raises(ValueError, match="the trainer was made with other "
+                       "replicas; received one of .* Make a new "
                        "Trainer after each initialize"):
         mgpu.train_batch(*batch(4), a, loss, trainer)
 
@@ -291,7 +291,7 @@ def test_a_wrong_trainer_is_refused(backend):
     with pytest.raises(TypeError, match=r"their mgpu.Trainer; received .*"
                        rf"Replicas and {__name__}\..*\.Trainer. "):
         mgpu.train_batch(*batch(4), a, loss, Trainer())
-    with pytest.raises(TypeError, match="received the class .*Trainer. Make"):
+    with pytest.raises(TypeError, match="received the class .*Trainer. Pass"):
         mgpu.Trainer(a, Trainer)
 
 
@@ -401,10 +401,9 @@ def test_a_network_with_one_output_has_its_own_measure(backend, devices):
             devices=replicas.devices)
     with pytest.raises(ValueError, match=r"scores \(n, classes\); received "
                        r"an output of shape \(\d, 1\), .* Pass "
-                       "test_iter=None, and a measure of your own as "
-                       "evaluate="):
+                       "test_iter=None, and your metric as evaluate="):
         train(data)
-    with pytest.raises(ValueError, match="in the place of test_iter; "
+    with pytest.raises(ValueError, match="evaluate replaces test_iter; "
                        "received both"):
         train(data, evaluate=measure)
     assert_unchanged(values(replicas), before)
@@ -541,10 +540,10 @@ def test_wrong_loops_are_refused(backend):
         words = f"must be an integer of 1 or more; received {wrong!r}"
         refused(f"num_epochs {words}", batches(2), epochs=wrong)
         refused(f"max_inflight {words}", batches(2), max_inflight=wrong)
-    refused("train_iter is gone through in each epoch; received a "
-            "list_iterator, which gives its batches once, for 2 epochs",
+    refused("train_iter must be iterable once per epoch; received a "
+            "list_iterator, which yields its batches once, for 2 epochs",
             iter(batches(2)))
-    refused("test_iter is gone through in each epoch; received a zip",
+    refused("test_iter must be iterable once per epoch; received a zip",
             batches(2), zip([1], [2]))
     assert trainer.num_update == 0
 
@@ -555,8 +554,9 @@ def test_wrong_loops_are_refused(backend):
             while self.left:
                 yield self.left.pop()
     for source, epoch in (([], 1), (Once(), 2)):
-        refused("train_iter must give a batch or more in each epoch; received "
-                f"none in epoch {epoch}. Use an iterable that can", source)
+        refused("train_iter must yield at least one batch in each epoch; "
+                f"received none in epoch {epoch}. Use an iterable that",
+                source)
 
 
 def test_arguments_of_another_kind_are_named(backend):
@@ -570,7 +570,7 @@ def test_arguments_of_another_kind_are_named(backend):
              "received a SimpleNamespace. Make pairs of them"),
             ("test_iter", 3, "test_iter must be an iterable of batches"),
             ("test_iter", [1, 2], "a int"), ("test_iter", "ab", "str"),
-            ("evaluate", 3, "evaluate is a function"),
+            ("evaluate", 3, "evaluate must be callable"),
             ("animator", True, "animator must be an mgpu.d2l.Animator")):
         with pytest.raises(TypeError, match=words):
             mgpu.train(replicas, **{

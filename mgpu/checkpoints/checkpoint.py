@@ -1,7 +1,7 @@
-"""A training in one file, from which it goes on to the bit.
+"""Checkpoints: the state of a training run in one file.
 
-The file is safetensors with digests (`tensor_files`): no pickle. With several
-processes rank 0 writes it, and reads it for all.
+The format is safetensors with digests (`tensor_files`), without pickle. In
+distributed training rank 0 writes it, and reads it for all ranks.
 """
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -39,60 +39,59 @@ Contents = tuple[dict[str, Any], Arrays]
 
 def save_checkpoint(file: files.FilePath, replicas: Replicas,
                     trainer: Trainer, data: Data = None) -> None:
-    """Write what a training goes on from, whole or not at all.
+    """Save the state of a training run, atomically.
 
-    Call it between two steps, with several processes on every rank: rank 0
-    alone writes, and the others go on when the file is there. The run that
-    goes on from the file has the bits of the run that goes on from here. In
-    the file are: weights, and what is frozen; the buffers of every device;
-    gradients that no step has applied, or that are added up; what layers give
-    by ``get_extra_state`` (torch: numbers, text, arrays, and lists, tuples
-    and dicts of them); the trainer's slots, counts, rate and
-    dynamic loss scale; of every process the random streams of the backend,
-    NumPy's global one and Python's; the position in `data`. Options are not:
-    the program that goes on makes network, trainer, schedule (a function of
-    the number of the update) and data as this one did. Waits for pending
-    work.
+    Call it between two steps, in distributed training on every rank: rank 0
+    writes, and the other ranks wait for the file. A run that resumes from the
+    file is bit-equal to the run that continues. The file holds: parameters,
+    and which of them are frozen; the buffers of every device; gradients that
+    no step has applied, or that accumulate; results of
+    ``get_extra_state`` (torch: numbers, text, arrays, and lists, tuples
+    and dicts of them); the trainer's states, counts, rate and dynamic loss
+    scale; for every rank the random number generators of the backend, of
+    NumPy (the global one) and of Python; the position in `data`. It does not
+    hold options: the resuming program makes the same network, trainer,
+    schedule (a function of the number of the update) and data. Waits for
+    pending work.
 
     Parameters
     ----------
     file : path
-        A file that is there is replaced. It is safetensors, whatever its
-        name.
+        An existing file is replaced. The format is safetensors, whatever the
+        extension.
     replicas : Replicas
     trainer : Trainer
         Of these replicas.
     data : BatchIterator, or `mgpu.prefetch` of one, optional
-        What the loop goes through. The run that goes on begins with the
-        batch after the last step: what was handed out since then comes
-        again (`BatchIterator.stepped`). Random numbers that its `transform`
-        draws ahead of the loop are lost: with `mgpu.prefetch`, save between
-        epochs then.
+        The data of the loop. A resumed run starts with the batch after the
+        last step: batches that were loaded since then are repeated
+        (`BatchIterator.stepped`). Random numbers that its `transform` draws
+        ahead of the loop are lost: with `mgpu.prefetch`, save between
+        epochs in that case.
 
     Raises
     ------
     RuntimeError
-        `data` is given, and a gradient waits for `Trainer.step` or is added
-        up (``grad_req="add"``); `Trainer.allreduce_grads` without its
-        `Trainer.update`; an update failed midway; the parameters have no
-        values yet; or another thread uses the replicas or draws from `data`.
+        `data` is given, and a gradient waits for `Trainer.step` or
+        accumulates (``grad_req="add"``); `Trainer.allreduce_grads` without
+        its `Trainer.update`; an update failed midway; the parameters have no
+        values yet; or another thread uses the replicas or loads from `data`.
     TypeError, ValueError
-        What is not replicas, their trainer, or such data. An extra state that
-        is neither of these; a buffer that a pass has made.
+        Other objects than replicas, their trainer, or such data. An
+        unsupported extra state; a buffer that a pass has created.
     OSError
-        The file cannot be written, or is a link (FileExistsError). One that
-        was there is whole.
+        The file cannot be written, or is a link (FileExistsError). An
+        existing file is unchanged.
     WorkerFailed, ModelMismatch
-        Another process could not save, or write; or the processes do not
-        hold the same weights and states.
+        Another rank failed to save or write; or parameters and states differ
+        between ranks.
 
     Notes
     -----
-    MXNet's random streams cannot be read. There, each save begins new ones,
-    from a seed that `mgpu.seed`, the number of saves since and the device
-    determine: the run that went on from the file equals the one that saved,
-    not one that saved at other steps or never. On torch saving changes
-    nothing.
+    The state of MXNet's random number generators cannot be read. There, each
+    save seeds them anew, determined by `mgpu.seed`, the number of saves since
+    and the device: a resumed run equals the run that saved, but not a run
+    that saved at other steps or never. On torch saving has no side effect.
     """
     write(file, replicas, trainer, data)
 
@@ -106,7 +105,7 @@ def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
     world, backend = replicas.span.world, replicas.backend
     with world.guard():
         position = None if data is None else _export_position(data)
-        with replicas.owned():
+        with replicas.exclusive():
             if trainer.pending:
                 raise RuntimeError(
                     "a checkpoint holds no summed gradients; received those "
@@ -218,27 +217,27 @@ def _join_ranks(ranks: Sequence[Contents]) -> Contents:
             "streams": [header["streams"] for header, _ in ranks]}, arrays
 
 
-# -- going on -----------------------------------------------------------------
+# -- resuming -----------------------------------------------------------------
 
 def load_checkpoint(file: files.FilePath, replicas: Replicas,
                     trainer: Trainer, data: Data = None, *,
                     seed: int | None = None) -> None:
-    """Go on from a file of `save_checkpoint`.
+    """Resume from a file of `save_checkpoint`.
 
-    On the same backend, processes and devices the run has the bits of the one
-    that saved. What an update that failed midway has torn is whole after it.
-    After Ctrl-C inside the call, load again. With several processes call it
-    on every rank: rank 0 reads the file, and the others receive what is in
-    it.
+    On the same backend, ranks and devices the run is bit-equal to the one
+    that saved. Also repairs the state after an update that failed midway.
+    After Ctrl-C inside the call, load again. In distributed training call it
+    on every rank: rank 0 reads the file and sends its contents to the others.
 
     Parameters
     ----------
     file : path
     replicas, trainer, data
-        Made as for the run that saved; `data` if and only if that gave it.
+        Made as for the run that saved; `data` if and only if that run
+        passed it.
     seed : int, optional
-        Begin new random streams of the backend, as `mgpu.seed` does, in the
-        place of those in the file: for another backend, other devices, or
+        Seed the random number generators, as `mgpu.seed` does, instead of
+        restoring them: for another backend, other devices, or
         another number of processes.
 
     Raises

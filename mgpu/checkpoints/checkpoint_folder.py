@@ -1,4 +1,4 @@
-"""The checkpoints of one run of `train`, in a folder of their own."""
+"""The checkpoint directory of one run of `train`."""
 import fcntl
 import os
 import re
@@ -25,8 +25,8 @@ class Folder:
     Attributes
     ----------
     midway : bool
-        Whether a checkpoint may be made between two steps of an epoch: the
-        place in the data is known.
+        Whether a checkpoint may be written within an epoch: the position in
+        the data is known.
     """
 
     def __init__(self, folder: files.FilePath, replicas: Replicas,
@@ -34,7 +34,7 @@ class Folder:
                  keep: int, every: int | None, prefetch: int,
                  accumulate: int, check: Callable[[Sequence[Any]], None],
                  begin: tuple[str | None, int | None, int]) -> None:
-        # What the program's current folder becomes does not matter.
+        # The current directory of the program may change.
         self._path = os.path.abspath(files.path_of(folder))
         self._replicas, self._trainer = replicas, trainer
         self._source, self._tested = order_of(train_iter), order_of(test_iter)
@@ -77,9 +77,9 @@ class Folder:
     # -- resuming -----------------------------------------------------------
 
     def open(self) -> dict[str, Any] | None:
-        """Where the run goes on, whose state is in place then; None: at its
-        beginning. Inside of `World.guard`. The folder is this run's alone
-        until its block ends."""
+        """Open the directory and restore the state of the run. Returns its
+        position; None for a new run. Call it inside `World.guard`. The
+        directory is locked until the block ends."""
         resume, seed, num_epochs = self._begin
         one_of("resume", resume, (None, "auto"))
         world, name, contents = self._replicas.span.world, None, None
@@ -91,7 +91,7 @@ class Folder:
             if found and resume is None:
                 raise FileExistsError(
                     f"{self._path!r} holds {len(found)} checkpoints. Pass "
-                    "resume='auto' to go on from the newest, or another "
+                    "resume='auto' to resume from the newest, or another "
                     "checkpoint_dir.")
             name, contents = self._newest(found)
             if contents is not None:
@@ -152,12 +152,12 @@ class Folder:
                 if name == found[-1]:
                     raise
                 self._damaged.add(name)
-                warnings.warn(f"{error} The run goes on from the checkpoint "
-                              "before it.", RuntimeWarning, stacklevel=5)
+                warnings.warn(f"{error} Resuming from the previous "
+                              "checkpoint.", RuntimeWarning, stacklevel=5)
         return None, None
 
     def _check(self, loop: Mapping[str, Any], num_epochs: int) -> None:
-        """Refuse to resume with other arguments of `train`."""
+        """Raise ValueError if arguments of `train` have changed."""
         if loop["epochs"] > num_epochs:
             raise ValueError(
                 f"received num_epochs={num_epochs} for a checkpoint after "
@@ -171,7 +171,7 @@ class Folder:
         self._check_callbacks(loop.get("callbacks", ()))
 
     def rest(self, batches: Iterable[Any], used: int) -> Iterable[Any]:
-        """The batches of an epoch of which `used` are done."""
+        """The batches of an epoch after the first `used` ones."""
         if self._source is None:
             return islice(batches, used, None)
         return batches if not used or self._source.position[1] else ()

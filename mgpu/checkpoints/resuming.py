@@ -1,5 +1,5 @@
-"""Trainings that Gluon has begun: their files become replicas and a trainer
-that go on as MXNet would have."""
+"""Resume trainings of Gluon: read their files into replicas and a trainer
+that continue as MXNet would."""
 import inspect
 import math
 import os
@@ -28,35 +28,35 @@ from mgpu.utils.files import FilePath
 
 #: options that mgpu calls by another name than MXNet
 _OPTIONS = {("adagrad", "eps"): "float_stable_eps"}
-#: whose state stands before the float32 copy of a parameter, not after it
+#: whose state precedes the float32 copy of a parameter in the file
 _STATE_FIRST = ("sgd", "nag")
-#: whose states in files are read
+#: supported optimizers of files
 FAMILIES = ("sgd", "nag", "adam", "adamax", "nadam", "rmsprop", "adagrad",
             "adadelta", "ftrl", "signum")
-#: to which MXNet gives a rate even where nobody has, before a schedule's
+#: to which MXNet gives a default rate, before a schedule's
 _OWN_RATE = ("adam", "rmsprop", "adamax", "nadam", "signum")
-#: by how much a number is off at most, relative to it, as float32
+#: relative rounding error of float32
 _ROUNDED = 2.0 ** -24
-#: what is in the options of a Module's optimizer, and no option of it
+#: entries of a Module's optimizer options that are no options of it
 _MODULE_OPTIONS = {"begin_num_update", "rescale_grad", "lr_scheduler",
               "multi_precision", "lazy_update"}
 _RESCALE = ("pass its rescale_grad in optimizer_params (MXNet's own is 1.0), "
-            "and batch_size=, the rows")
-_SEPARATE_WEIGHTS = ("with kvstore=None each had its own weights, and nothing "
-                 "goes on from their mean")
+            "and batch_size=, the batch size")
+_SEPARATE_WEIGHTS = ("with kvstore=None each had separate weights, and their "
+                 "mean cannot be resumed")
 
 
 class Resumed(NamedTuple):
-    """A training that goes on.
+    """A resumed training.
 
     Attributes
     ----------
     replicas : Replicas
     trainer : Trainer
     notes : tuple of str
-        What is as the files do not say, or say only in part: whose running
-        statistics these are, what is frozen and why, by how much MXNet's
-        float32 options differ.
+        Conclusions that the files do not state, or only in part: which
+        device's running statistics were saved, which parameters are frozen
+        and why, the rounding of MXNet's float32 options.
     """
 
     replicas: Replicas
@@ -97,66 +97,66 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
                       batch_size: float | None = None,
                       dtype: str | None = None, softmax: bool = False,
                       batch_norm: str = "per_device") -> Resumed:
-    """Go on with a training of Gluon's, or of MXNet's Module, on the backend
-    in use.
+    """Resume a training of Gluon, or of MXNet's Module, on the current
+    backend.
 
-    The next steps are those that MXNet would have done: its optimizer with
-    the saved state, counts, rate and schedule. The files do not hold all of
-    a training. `Resumed.notes` says what was concluded.
+    The next steps are those of MXNet: its optimizer with the saved state,
+    counts, rate and schedule. The files do not hold the whole state of a
+    training. `Resumed.notes` lists the conclusions drawn.
 
     Parameters
     ----------
     symbol, params : str or os.PathLike
-        What ``HybridBlock.export`` or ``Module.save_checkpoint`` wrote.
+        Files of ``HybridBlock.export`` or ``Module.save_checkpoint``.
     states : str or os.PathLike
-        What ``Trainer.save_states`` or ``Module.save_optimizer_states``
-        wrote at the same time.
+        File of ``Trainer.save_states`` or ``Module.save_optimizer_states``,
+        written at the same time.
     devices : sequence of distinct devices
     order : "sorted" or sequence of str, optional
-        The file of states numbers the parameters of the trainer and has no
-        names. "sorted": the trainer was given ``net.collect_params()``,
-        the whole of it, which it sorts by name, as texts. A trainer that
-        was given a list, a part of the network or a dictionary of one's own
-        needs the names here, ``[p.name for p in trainer._params]``: running
-        statistics too where they were in it. Those that are not in it are
-        frozen. Not needed where the shapes decide alone: each is of one
-        parameter, or the states of a shape are all the same. Of a Module:
-        the names that it trained, or "all".
+        The parameters of the trainer in their order: the file of states has
+        no names. "sorted": the trainer was given all of
+        ``net.collect_params()``, which it sorts by name, as texts. For a
+        trainer that was given a list, a part of the network or a user-defined
+        dictionary pass the names, ``[p.name for p in trainer._params]``, with
+        the running statistics among them. Parameters without a name in it are
+        frozen. Not needed if shapes determine the order: each shape is that
+        of one parameter, or the states of a shape are all equal. For a
+        Module: the names that it trained, or "all".
     optimizer, optimizer_params : optional
-        What the Module was given, whose file has no optimizer:
+        The arguments of the Module, whose file has no optimizer:
         `optimizer_params` may have ``rescale_grad`` and ``lr_scheduler``.
-        An `Optimizer` object needs ``rescale_grad`` there: a Module divides
-        by its batch where it makes the optimizer by name, and an object of
-        MXNet's by nothing. The counts of a Module's file are those of
-        ``begin_num_update`` there, 0 if not given, as in MXNet.
+        An `Optimizer` object requires ``rescale_grad``: a Module divides by
+        its batch size if it makes the optimizer by name, and MXNet's objects
+        do not divide. The counts of a Module's file are those of
+        ``begin_num_update``, 0 by default, as in MXNet.
     lr_scheduler : callable, optional
-        In the place of the saved one, or of that in `optimizer_params`.
-        Needed where that is of a class of the user's own.
+        Replaces the saved one, or that in `optimizer_params`. Required if
+        that is of a user-defined class.
     lr_mult, wd_mult, grad_req : dict, optional
         By parameter name, Gluon's (``"conv0_weight"``) or `Parameter.name`.
-        The graph holds the multipliers that the network had when it was
-        first called; what is given here counts instead. Without `grad_req`,
-        a parameter that the file has no update of is frozen. One with fewer
-        updates than others needs an entry: it may be frozen by now, or not
-        any more. States from before the first update say nothing: then a
-        constant needs an entry, and of a Gluon trainer a scale of 1 and a
-        shift of 0 of a layer; a note says that all others are trained. A
-        gamma that batch norm takes as 1 stays frozen; "write" says that
-        MXNet updates it, which moves Nadam's schedule. With "add" gradients
-        begin at zero: what they were in MXNet is not in the files.
+        They replace the multipliers in the graph, which are those of the
+        network's first call. Without `grad_req`, a parameter without updates
+        in the file is frozen. One with fewer updates than others requires an
+        entry: it may or may not be frozen. States from before the first
+        update do not show what is frozen: then a constant requires an entry,
+        and for a Gluon trainer also a scale of 1 and a shift of 0 of a layer;
+        a note lists that all others are trained. A gamma that batch norm
+        takes as 1 stays frozen; "write": MXNet updates it, which moves
+        Nadam's schedule. With "add" gradients start at zero: the files do not
+        hold them.
     batch_size : float, optional
-        What the last ``step`` was given, to learn the ``rescale_grad`` of
-        the trainer: the file has their quotient. Needed where that is not
-        one over a whole number, and for a Module with ``rescale_grad``: the
-        rows of its batch.
+        The argument of the last ``step``, to compute the trainer's
+        ``rescale_grad``: the file has their quotient. Required if that is not
+        one over an integer, and for a Module with ``rescale_grad``: its
+        batch size.
     dtype : {"float32", "float64", "float16"}, optional
-        Of the network. A float16 one with ``multi_precision`` goes on from
-        its float32 copies, in float32, and another dtype is refused.
+        Of the network. A float16 one with ``multi_precision`` resumes from
+        its float32 copies, in float32, and supports no other dtype.
     softmax : bool
-        Whether a ``SoftmaxOutput`` at the end gives probabilities. False:
-        what enters it, for `mgpu.losses.SoftmaxCrossEntropyLoss`, whose
-        gradient is that operator's with its default options. With others
-        (``normalization``, ``grad_scale``, ...) the graph is refused.
+        Whether a final ``SoftmaxOutput`` returns probabilities. False: its
+        input, for `mgpu.losses.SoftmaxCrossEntropyLoss`, whose gradient is
+        that of the operator with its default options. Other options
+        (``normalization``, ``grad_scale``, ...) are not supported.
     batch_norm : {"per_device", "average", "sync"}
         See `initialize`.
 
@@ -168,13 +168,13 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
     Raises
     ------
     ValueError
-        If the files do not fit each other, or the order of the parameters
-        is not certain; a count or a rate that MXNet cannot have written.
+        The files do not fit each other; the order of the parameters is
+        ambiguous; or MXNet cannot have written a count or a rate.
     NotImplementedError
-        An optimizer that `mgpu.optimizers` has not; a schedule of the user's
-        own; operators as for `from_gluon`; an end whose loss has options.
+        An optimizer that `mgpu.optimizers` does not have; a user-defined
+        schedule; operators as for `from_gluon`; a final loss with options.
     OSError
-        If a file cannot be opened.
+        A file cannot be opened.
     """
     net = from_gluon(symbol, params, dtype, softmax)
     graph, arrays = load_graph(symbol), dense_arrays(params)
@@ -254,8 +254,8 @@ _LOSSES = (*SOFTMAX, "LinearRegressionOutput", "MAERegressionOutput",
 
 
 def _check_losses(graph: Graph) -> None:
-    """Refuse an end of the network whose gradient is that of no loss of
-    mgpu."""
+    """Raise NotImplementedError for an output layer whose gradient is not
+    that of a loss of mgpu."""
     for node in graph.nodes:
         if node.op not in _LOSSES:
             continue
@@ -301,8 +301,8 @@ def _module_optimizer(optimizer: Any, params: Mapping[str, Any] | None,
     if "begin_num_update" not in known:
         notes.append(
             "the counts of updates begin at 0, as in MXNet: pass the updates "
-            "so far as begin_num_update in optimizer_params where a schedule "
-            "or a correction of Adam's goes on")
+            "so far as begin_num_update in optimizer_params to continue a "
+            "schedule or a correction of Adam's")
     scale, rescaled = None, "rescale_grad" in known
     if rescaled:
         scale = number("rescale_grad", known["rescale_grad"])
@@ -311,7 +311,7 @@ def _module_optimizer(optimizer: Any, params: Mapping[str, Any] | None,
                              "Pass batch_size=, the rows of its batch, too.")
         notes.append(_divisor(scale, batch_size))
     else:
-        notes.append("rescale_grad is one over the rows of a batch, as of an "
+        notes.append("rescale_grad is one over the batch size, as of an "
                      f"optimizer by name; if it had an object, {_RESCALE}")
         if batch_size is not None:
             scale = 1 / check_batch_size(batch_size)
@@ -397,8 +397,8 @@ def _schedule(record: Any, rate: Any, done: int, asked: bool) -> Any:
     if expected != base:
         raise ValueError(
             f"after {done} updates this {name} is at {expected!r}; received "
-            f"one at {base!r}, which was changed by hand. Pass "
-            "lr_scheduler=, with the rates that are to come.")
+            f"one at {base!r}, which was changed manually. Pass "
+            "lr_scheduler=, with the following rates.")
     return own
 
 
@@ -632,9 +632,9 @@ _BEGIN = {"gamma": 1.0, "beta": 0.0}
 def _check_requests(saved: _Training, unsaid: Mapping[str, Parameter],
                     gammas: set[str], arrays: Mapping[str, np.ndarray]
                     ) -> None:
-    """Refuse states without any update where it depends on the class of a
-    block what MXNet trains; a note says that the user may have frozen more.
-    `unsaid`: what the caller has said nothing of."""
+    """Raise ValueError for states without updates if the class of a block
+    determines what MXNet trains; a note lists that the user may have frozen
+    more. `unsaid`: parameters that the caller has not named."""
     doubt = [repr(name) for name, p in unsaid.items() if (
         saved.optimizer.family == "nadam" and not saved.module
         if name in gammas else p.grad_req == "null" or not saved.module
@@ -691,7 +691,7 @@ def _general_notes(trainer: Trainer, scale: float | None) -> Iterator[str]:
     if layers:
         yield (f"the running statistics of {len(layers)} layers are those of "
                "the file on every device: with batch_norm='per_device' "
-               "several devices go on with their own")
+               "several devices continue with separate ones")
     trained = {name.rpartition(".")[0] for name, request
                in replicas.grad_reqs().items() if request != "null"}
     if trained and layers - trained:
@@ -715,7 +715,7 @@ def _general_notes(trainer: Trainer, scale: float | None) -> Iterator[str]:
         off["the corrected rate of an update" if isinstance(rule, Adam)
             else "a rate of the schedule"] = _ROUNDED
     if scale is None:
-        off["1 / the rows of a batch, where they are no power of two,"] = \
+        off["1 / the batch size, where it is no power of two,"] = \
             _ROUNDED
     for name, numbers in options.items():
         error, x = max(((_float32_error(x), x) for x in numbers

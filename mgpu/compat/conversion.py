@@ -12,12 +12,12 @@ from mgpu.utils.arguments import one_of
 from mgpu.utils.files import FilePath, path_of
 
 
-#: how the names of the files end that are written here
+#: extensions of the files that mgpu writes
 _ENDINGS = (".py", ".safetensors", ".params", ".pt2")
 
 
 def _check_name(path: FilePath, ending: str) -> None:
-    """Refuse the name of a file of another kind (ValueError)."""
+    """Raise ValueError for the extension of another kind of file."""
     own = os.path.splitext(path_of(path))[1]
     if own != ending and own in (*_ENDINGS, ".json", ".states"):
         raise ValueError(f"a file {ending} is written; received "
@@ -154,29 +154,29 @@ def to_safetensors(net: Any, path: FilePath) -> None:
 
 
 def to_pt2(net: Any, path: FilePath, examples: Sequence[np.ndarray]) -> None:
-    """Write a torch network for prediction alone, by ``torch.export``.
+    """Export a torch network for prediction, by ``torch.export``.
 
-    ``torch.export.load(path).module()`` reads it, without mgpu, and takes any
-    number of rows; its shapes are otherwise those of `examples`. Dropout is
-    off, and batch norm uses its running statistics. PyTorch refuses
-    ``train()`` of what it has read. Whole or not at all.
+    ``torch.export.load(path).module()`` loads it without mgpu. It accepts any
+    batch size; other dimensions are those of `examples`. Dropout is disabled,
+    and batch norm uses its running statistics. PyTorch does not support
+    ``train()`` on an exported network. The file is written atomically.
 
     Parameters
     ----------
     net : torch.nn.Module
     path : str or os.PathLike
-        It should end in ``.pt2``.
+        The extension should be ``.pt2``.
     examples : list of numpy.ndarray
-        One for each input, with two rows or more.
+        One for each input, with a batch size of at least two.
 
     Raises
     ------
     TypeError
-        If `net` is no torch network, or `examples` no list of arrays.
+        `net` is not a torch network, or `examples` not a list of arrays.
     ValueError
-        If the network depends on the number of rows, or refuses `examples`.
+        The network depends on the batch size, or raises for `examples`.
     NotImplementedError
-        On MXNet, where a block has ``export``.
+        On MXNet: use ``export`` of the block.
     """
     _check_name(path, ".pt2")
     if not isinstance(examples, (list, tuple)) or not all(
@@ -190,13 +190,13 @@ def to_pt2(net: Any, path: FilePath, examples: Sequence[np.ndarray]) -> None:
 
 def missing_operators(symbol: FilePath, params: FilePath | None = None
                       ) -> list[Missing]:
-    """The operators of an exported graph that `from_gluon` would refuse.
+    """Return the operators of an exported graph that `from_gluon` lacks.
 
     Parameters
     ----------
     symbol, params : str or os.PathLike
-        ``net-symbol.json`` and ``net-0000.params``. Without `params`
-        no shapes are known: a rule that needs one is not asked further.
+        ``net-symbol.json`` and ``net-0000.params``. Without `params` shapes
+        are unknown, and a rule that needs one is not checked further.
 
     Returns
     -------

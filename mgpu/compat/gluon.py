@@ -138,25 +138,26 @@ def load_parameters(replicas: "Replicas", filename: FilePath, ctx: Any = None,
     ----------
     filename : str or os.PathLike
     ctx : devices, optional
-        Those of the replicas, which stay there.
+        Must be those of the replicas.
     allow_missing : bool
-        What is not in the file keeps its value.
+        Keep the values of parameters that the file does not have.
     ignore_extra : bool
-        Pass over what the network does not have.
+        Ignore names that the network does not have.
     cast_dtype : bool
-        Round to the dtype of each parameter; otherwise another dtype in
-        the file is refused.
+        Cast to the dtype of each parameter. If False, another dtype in the
+        file raises.
     dtype_source : "current"
-        Parameters keep their dtype: "saved" is refused.
+        Parameters keep their dtype. "saved" is not supported.
 
     Raises
     ------
     ValueError
-        What does not fit, all of it listed; nothing has changed.
+        The file does not fit the network; the message lists all differences.
+        Nothing has changed.
     mgpu.gluon_io.UnreadableParams, OSError
-        Not such a file, or none.
+        The file cannot be read, or does not exist.
     RuntimeError
-        Shapes that are unknown until the first pass.
+        A shape is unknown until the first forward pass.
     """
     if ctx is not None and set(as_devices(ctx)) != set(replicas.devices):
         raise ValueError(
@@ -247,24 +248,25 @@ def clip_global_norm(arrays: Sequence[Any], max_norm: float,
         On any devices; changed in place.
     max_norm : float
     check_isfinite : bool
-        Refuse a norm that is not finite. If False, arrays are then what the
-        formula makes of it.
+        Raise for a norm that is not finite. If False, the arrays are scaled
+        by the formula's result.
 
     Returns
     -------
     float
-        The norm before; reading it waits. With ``check_isfinite=False`` a
-        native array of shape (1,) on the first one's device, as Gluon's.
+        The norm before clipping; reading it waits. With
+        ``check_isfinite=False`` a native array of shape (1,) on the first
+        array's device, as Gluon's.
 
     Raises
     ------
     FloatingPointError
-        The norm is NaN or infinite. (Gluon warns, and writes what it calls
-        undefined.) Nothing has changed.
+        The norm is NaN or infinite, and nothing has changed. (Gluon warns,
+        and scales with an undefined result.)
     TypeError
-        No list of native arrays.
+        `arrays` is not a list of native arrays.
     ValueError
-        No array, or a `max_norm` that is no finite number above 0.
+        `arrays` is empty, or `max_norm` is not a finite number above 0.
     """
     backend = get_backend()
     if not isinstance(arrays, (list, tuple)) or not all(
@@ -288,18 +290,19 @@ def clip_global_norm(arrays: Sequence[Any], max_norm: float,
 
 
 def check_store(kvstore: Any, compression_params: Any) -> None:
-    """Refuse what would change numbers, or what mgpu does by another word."""
+    """Raise ValueError for stores that would change the results, and for
+    those that mgpu replaces by another option."""
     if getattr(kvstore, "type", kvstore) not in (None, *_STORES):
         raise ValueError(
-            f"unknown kvstore; received {kvstore!r}. Leave it out: a Trainer "
-            "sums as allreduce= says (the cards' own collective is allreduce="
-            "'native'), and over the processes that mgpu.distributed.init() "
+            f"unknown kvstore; received {kvstore!r}. Omit it: a Trainer "
+            "sums by allreduce= (on GPUs 'native' is the library's own "
+            "collective), and over the ranks that mgpu.distributed.init() "
             "joins and mgpu launch starts (--comm kvstore is MXNet's "
             "server).")
     if compression_params is not None:
         raise ValueError(
-            "gradients are summed as they are; received compression_params="
-            f"{compression_params!r}, which rounds them. Leave it out.")
+            "compressed gradients are not supported; received "
+            f"compression_params={compression_params!r}. Omit it.")
 
 
 def rule_options(family: Any, options: Mapping[str, Any],

@@ -16,14 +16,15 @@ class IncompatibleKeys(NamedTuple):
 
 
 def state_dict(replicas: "Replicas") -> dict[str, Any]:
-    """All values of the network by the framework's own names, without a
-    prefix: what ``torch.save`` or ``mx.nd.save`` takes, and the network's
-    own ``load_state_dict`` or ``load_parameters`` loads. Native arrays,
-    which the next step changes; no copies. Running statistics are those
-    of the first device (`Replicas.export_numpy` has others).
+    """Return all values of the network under the framework's own names.
 
-    RuntimeError before the parameters have values, or if another
-    `initialize` has made the replicas void.
+    ``torch.save`` or ``mx.nd.save`` writes the result, and the network's own
+    ``load_state_dict`` or ``load_parameters`` loads it. Native arrays without
+    a copy: the next step changes them. Running statistics are those of the
+    first device (`Replicas.export_numpy` has others).
+
+    Raises RuntimeError before the parameters have values, or if another
+    `initialize` has invalidated the replicas.
     """
     replicas.check_valid()
     replicas.check_complete()
@@ -57,7 +58,7 @@ def load_state_dict(replicas: "Replicas", state_dict: Mapping[str, Any],
                         f"{type(state_dict).__name__}. Read a file with "
                         "torch.load or mx.nd.load first.")
     replicas.check_complete()
-    with replicas.owned(), replicas.backend.scope(recording=False):
+    with replicas.exclusive(), replicas.backend.scope(recording=False):
         return IncompatibleKeys(*replicas.network.load_state(state_dict,
                                                              strict))
 
@@ -83,16 +84,15 @@ def parameters(replicas: "Replicas") -> Iterator[Any]:
 
 
 def named_buffers(replicas: "Replicas") -> Iterator[tuple[str, Any]]:
-    """(the framework's own name, native buffer) of the network."""
+    """Yield (the framework's own name, native buffer) of the network."""
     return _named(replicas, True)
 
 
 def train(replicas: "Replicas", mode: bool = True) -> "Replicas":
-    """Set the network's own flags, as ``net.train(mode)`` does: layers in
-    eval mode predict in `mgpu.record` too. `mgpu.record` decides whether
-    a pass trains, these flags which layers do. On MXNet layers
-    have none: nothing changes, and ``mode=False`` is refused
-    (NotImplementedError)."""
+    """Set the network's own modes, as ``net.train(mode)`` does. `mgpu.record`
+    determines whether a pass trains, and these modes which layers train:
+    layers in eval mode predict in `mgpu.record` too. On MXNet layers have no
+    modes: no effect, and ``mode=False`` raises NotImplementedError."""
     replicas.check_valid()
     if not isinstance(mode, bool):
         raise ValueError("training mode is True or False; received "
@@ -107,13 +107,13 @@ def eval_(replicas: "Replicas") -> "Replicas":
 
 
 def zero_grad(trainer: "Trainer") -> None:
-    """`Replicas.zero_grad`, unless other trainers add gradients up."""
+    """`Replicas.zero_grad`, unless other trainers accumulate gradients."""
     kept = [p.name for p in trainer.replicas.params()
             if p.grad_req == "add" and not trainer.trains(p)]
     if kept:
         raise ValueError(
-            "zero_grad is of all gradients of the network; received "
+            "zero_grad clears all gradients of the network; received "
             f"grad_req='add' of {kept[0]!r}, which this trainer does not "
-            "move. Call Replicas.zero_grad(), or p.zero_grad() of each "
+            "update. Call Replicas.zero_grad(), or p.zero_grad() of each "
             "parameter.")
     trainer.replicas.zero_grad()

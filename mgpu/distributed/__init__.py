@@ -64,9 +64,9 @@ def barrier() -> None:
 
 
 def gather(value: Any) -> list[Any]:
-    """The `value` of every process, in the order of ranks, for all of them.
-    What JSON can write: numbers, text, lists, dicts. Raises as `init`
-    says."""
+    """Gather `value` from every rank, in the order of ranks, on all of them:
+    numbers, text, lists and dicts that JSON can represent. Raises as `init`
+    describes."""
     return current().gather("gather", value)
 
 
@@ -158,7 +158,7 @@ def _leave_at_exit(world: World) -> None:
         _ending.status = 130 if kind is KeyboardInterrupt else 1
         hook(kind, error, trace)
         # A thread may wait for others in the place of this one.
-        current().give_up(error)
+        current().abort(error)
 
     def excepthook_of_thread(arguments: Any) -> None:
         if arguments.exc_value is not None:
@@ -179,12 +179,12 @@ def _leave_at_exit(world: World) -> None:
 
 
 def _end(world: World) -> None:
-    """Tell the others, before the interpreter ends. A process that ends while
-    others go on has done less than they: exit status 1."""
+    """Report to the others before the interpreter ends. A process that ends
+    while others continue has done less work: exit status 1."""
     alike = shutdown() if current() is world else True
     if not alike:
-        print(f"mgpu: rank {world.rank} has ended while other ranks go on: "
-              "all ranks do the same number of steps.", file=sys.stderr)
+        print(f"mgpu: rank {world.rank} has ended while other ranks continue: "
+              "all ranks must do the same number of steps.", file=sys.stderr)
         _ending.status = _ending.status or 1
     if not alike or world.pending:
         # Else the interpreter would wait for the end of the exchange.
@@ -194,9 +194,9 @@ def _end(world: World) -> None:
 
 
 def shutdown() -> bool:
-    """Leave the job; called at the end of a process too. Returns whether no
-    other process goes on. Those that do raise `UnevenWork`, or `WorkerLost`
-    where an error ends this one."""
+    """Leave the job; also called at the end of a process. Returns whether no
+    other rank continues. Ranks that do raise `UnevenWork`, or `WorkerLost`
+    if an error ends this one."""
     world = current()
     enter(World())
     return world.leave(_ending.error)

@@ -178,8 +178,8 @@ class Gloo:
                 if not self.store.check([f"{key}/{rank}"])]
 
     def post(self, why: str) -> None:
-        """Leave a note why this rank leaves, which the others find whatever
-        they do. Waits for nobody."""
+        """Post the reason why this rank leaves, for the other ranks. Does not
+        wait."""
         def post() -> None:
             self.store.set(f"{self._key}/note/{self.rank}", why)
             self.store.add(f"{self._key}/notes", 1)
@@ -303,9 +303,9 @@ class Gloo:
                                         async_op=True))
 
     def close(self, alike: bool, stays: bool = False) -> None:
-        """End the connections. `alike`: all ranks do; else nobody is waited
-        for but, if it `stays`, some seconds for the others to read the notes
-        that only it can give."""
+        """Close the connections. `alike`: all ranks do. Otherwise no rank is
+        waited for, except, if it `stays`, some seconds in which the others
+        read the notes that only it stores."""
         self.closed = True
         if not self.pending:    # destroying would wait for its end
             with contextlib.suppress(Exception):

@@ -65,7 +65,7 @@ def run(job: Job) -> int:
         try:
             agent = _Agent(job, _rendezvous(job))
             result = agent.run()
-            # None: the machines that were wanted are there without this one.
+            # None: the requested machines are complete without this one.
             return 1 if result is None or result.is_failed() \
                 or not job.joined() else 0
         except SignalException as error:
@@ -76,9 +76,9 @@ def run(job: Job) -> int:
             stays = error.sigval != signal.SIGINT
             return 128 + int(error.sigval)
         except (RendezvousError, dist.DistError) as error:
-            job.say(f"{job.machines} machines meet at "
+            job.say(f"{job.machines} machines must connect at "
                     f"{':'.join(map(str, job.rdzv or ()))} within "
-                    f"{job.start_timeout:g} s, and stay; they do not "
+                    f"{job.start_timeout:g} s, and stay; they did not "
                     f"({' '.join(in_words(error).split())[:200]}). Start "
                     "them again, all with the same --nnodes and "
                     "--rdzv-endpoint.")
@@ -109,10 +109,10 @@ def _settings() -> Iterator[None]:
 
 
 class _Rendezvous(DynamicRendezvousHandler):
-    """Machines meet at a store that one of them has. That one leaves last:
-    the others would find their store gone."""
+    """The machines connect to a store on one of them. That machine leaves
+    last: the others need its store."""
 
-    #: how many machines leave before this one does
+    #: number of machines that leave before this one
     waits_for = 0
 
     def shutdown(self) -> bool:
@@ -127,8 +127,8 @@ class _Rendezvous(DynamicRendezvousHandler):
 
 
 def _rendezvous(job: Job) -> _Rendezvous:
-    """The machines of the job meet at an address of one of them, which
-    listens there and nowhere else. One machine meets itself on loopback."""
+    """Connect the machines of the job at the address of one of them, which
+    listens there and nowhere else. A single machine uses loopback."""
     host, port = job.rdzv or ("127.0.0.1", 0)
     more: dict[str, Any] = {}
     try:

@@ -54,8 +54,8 @@ def launch(script: str, arguments: Sequence[str] = (), *, processes: int,
     machines : int
         How many machines run this command, each with its own `processes`.
     rdzv : str, optional
-        "HOST:PORT", the same on all machines: an address of one of them, at
-        which they meet. Without it there is one machine, and all sockets of
+        "HOST:PORT", the same on all machines: an address of one of them, to
+        which the others connect. Default: one machine, and all sockets of
         the job are bound to loopback.
     timeout : float, optional
         ``MGPU_TIMEOUT`` of the processes: seconds that one may be silent.
@@ -122,8 +122,8 @@ def _address(rdzv: str | None, machines: int) -> tuple[str, int] | None:
     if rdzv is None:
         if machines > 1:
             raise ValueError(
-                "several machines meet at an address; received machines="
-                f"{machines} without rdzv=. Give all of them the same "
+                "several machines require an address; received machines="
+                f"{machines} without rdzv=. Pass all of them the same "
                 "HOST:PORT, an address of one of them.")
         return None
     host, _, port = rdzv.rpartition(":")

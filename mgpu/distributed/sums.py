@@ -1,8 +1,8 @@
-"""Sums over processes in the middle of passes (``batch_norm="sync"``).
+"""Sums over ranks within a pass (``batch_norm="sync"``).
 
-Before each sum all ranks meet: they say which one they are at, and hear of an
-error on another rank. A rank without rows takes part in whatever the others
-say.
+Before each sum the ranks synchronize: they compare the names of their sums,
+and receive an error of another rank. A rank without examples joins all sums
+of the others.
 """
 import threading
 from collections.abc import Callable
@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
-#: what processes do when they meet here
+#: the name of the exchange before a sum
 _WORK = "a sum of batch_norm='sync'"
-#: the name that a rank gives when its backward passes are over
+#: the name that a rank passes after its backward passes
 _END = "the end of the pass"
 
 
 class Sums:
-    """The sums of all passes of this process.
+    """The sums in the passes of this process.
 
     Attributes
     ----------
     passes : int
-        How many passes over all ranks have begun.
+        Number of passes of all ranks so far.
     """
 
     def __init__(self, world: Any) -> None:
@@ -34,9 +34,9 @@ class Sums:
 
     def begin(self, rows: bool, engine: str, wait: Callable[[], None]
               ) -> list[bool]:
-        """A pass begins, which all ranks do together. Which of them have
-        rows. ``wait()`` waits until backward passes of `backend` that are
-        under way have ended."""
+        """Begin a pass on all ranks. Returns which of them have examples.
+        ``wait()`` waits until the current backward passes of the backend have
+        ended."""
         found = self._world.gather("a pass with batch_norm='sync'", rows)
         self.passes += 1
         self._waits[engine] = wait
@@ -44,8 +44,8 @@ class Sums:
 
     def add(self, name: str, part: np.ndarray, count: int
             ) -> tuple[int, np.ndarray]:
-        """The sums of `count` and of `part` over all ranks: of a forward
-        pass."""
+        """In a forward pass, the sums of `count` and of `part` over all
+        ranks."""
         with self._lock:
             said, total = self._add(name, part, count)
         assert total is not None
@@ -53,8 +53,8 @@ class Sums:
 
     def add_gradient(self, name: str, part: np.ndarray, reached: bool
                      ) -> np.ndarray | None:
-        """The sum of `part` over all ranks: of a backward pass. None where no
-        rank has `reached` it. NaN where that fails: `settle` raises the
+        """In a backward pass, the sum of `part` over all ranks; None if no
+        rank has `reached` it. After an error NaN: `synchronize` raises the
         error."""
         with self._lock:
             if self._error is None:
@@ -66,39 +66,39 @@ class Sums:
 
     def _add(self, name: str, part: np.ndarray, more: int
              ) -> tuple[list[int], np.ndarray | None]:
-        """What the ranks with rows say in the place of `more`, and the sum;
-        None where all say 0."""
+        """The values of `more` of all ranks with examples, and the sum; None
+        if all are 0."""
         said = self._agree([name, str(part.dtype), list(part.shape), more])
         if not any(said[3]):
             return said[3], None
-        # In float64, which a backend leaves to gloo if it adds in another
-        # dtype: MXNet calls this in the middle of an operation, where its
-        # KVStore would wait for ever.
+        # In float64, which a backend passes to gloo if it adds in another
+        # dtype: MXNet calls this within an operation, where its KVStore would
+        # wait forever.
         flat = part.reshape(-1).astype(np.float64)
         with self._world.together():
             self._world.reduce(flat)
         return said[3], flat.astype(part.dtype).reshape(part.shape)
 
     def _agree(self, own: list[Any] | None) -> list[Any]:
-        """Name, dtype and shape of the sum that all ranks with rows are at,
-        and what each of them adds to that. RuntimeError, on all ranks, where
-        they are not at the same."""
-        told = {rank: one for rank, one in enumerate(
-            self._world.meet(_WORK, own)) if one is not None}
-        first, *others = told.values()
+        """Name, dtype and shape of the current sum of all ranks with
+        examples, and the value that each adds to them. Raises RuntimeError
+        on all ranks if their sums differ."""
+        ranks = {rank: one for rank, one in enumerate(
+            self._world.all_gather(_WORK, own)) if one is not None}
+        first, *others = ranks.values()
         if any(one[:3] != first[:3] for one in others):
             raise RuntimeError(
                 "synchronized batch normalization needs the same layers in "
                 "the same order on every rank; received "
                 + ", ".join(f"{one[0]} ({one[1]} {tuple(one[2])}) on rank "
-                            f"{rank}" for rank, one in told.items())
-                + ". Call the same layers for the rows of each rank, and "
-                "compute the loss of the same outputs; or use "
+                            f"{rank}" for rank, one in ranks.items())
+                + ". Call the same layers on each rank, and "
+                "compute the loss from the same outputs; or use "
                 "batch_norm='per_device' for such a network.")
-        return [*first[:3], [one[3] for one in told.values()]]
+        return [*first[:3], [one[3] for one in ranks.values()]]
 
     def serve(self) -> None:
-        """Take part in all sums of a pass of which this rank has no rows."""
+        """Join all sums of a pass in which this rank has no examples."""
         with self._lock:
             while True:
                 name, _, shape, said = self._agree(None)
@@ -109,14 +109,14 @@ class Sums:
                         self._world.reduce(np.zeros(prod(shape)))
 
     def end(self) -> None:
-        """The backward passes of this rank have ended: let those without
-        rows go on."""
+        """Release the ranks without examples: the backward passes of this
+        rank have ended."""
         with self._lock:
             self._agree([_END, "", [], 0])
 
-    def settle(self) -> None:
-        """Wait for sums that backward passes are still at, and raise what has
-        failed in one. Before anything else that ranks do together."""
+    def synchronize(self) -> None:
+        """Wait for the sums of backward passes, and raise an error of one of
+        them. Required before any other exchange of the ranks."""
         for wait in list(self._waits.values()):
             wait()
         error, self._error = self._error, None

@@ -1,14 +1,14 @@
-"""The processes of a job, as one of them sees them.
+"""The group of processes of a job, as seen from one of them.
 
-All processes run the same program. They meet in `World.gather`: each gives a
-small value with the name of the work that it is about to do, and receives the
-values of all. What they decide from these values they decide alike. Between
-two of these meetings they add up arrays, in the order that the first fixes.
+All processes run the same program. `World.gather` exchanges a small value
+with the name of the work that follows, and returns the values of all ranks,
+so that they take the same decisions. Between two of these exchanges they sum
+arrays, in the order that the first one fixes.
 
-A rank that fails joins the next meeting of the others and reports its error
-there (`World.guard`). Where the others are amid an exchange of arrays, or the
-process ends, it leaves them (`World.give_up`), and they find its error in the
-store of the job.
+A rank that fails joins the next exchange and reports its error there
+(`World.guard`). If the others are within an exchange of arrays, or the
+process ends, it aborts (`World.abort`), and they find its error in the store
+of the job.
 """
 import contextlib
 import json
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 #: the variable that names a file of `mgpu launch`, which `init` removes
 UNJOINED = "_MGPU_UNJOINED"
-#: what a process gives in the place of its work
+#: values that replace the name of the work
 _FAILED, _LEAVES = "failed", "the end of the program"
 
 
 class World:
-    """The processes of this job.
+    """The group of processes of this job.
 
     Attributes
     ----------
     rank, size : int
-        The number of this process, from 0, and how many there are.
+        The index of this process, and the number of processes.
     restarts : int
-        How often the job was started again.
+        Number of restarts of the job.
     devices : list of int, or None
-        The number of devices of each rank, as `mgpu.initialize` was last
-        told; None before.
+        The number of devices of each rank in the last `mgpu.initialize`; None
+        before.
     """
 
     def __init__(self, comm: "Gloo | None" = None, restarts: int = 0) -> None:
@@ -53,23 +53,23 @@ class World:
         self.rank, self.size = (comm.rank, comm.size) if comm else (0, 1)
         self.restarts = restarts
         self.devices: list[int] | None = None
-        #: in the middle of passes
+        #: sums within passes
         self.sums = Sums(self)
-        #: meetings so far
+        #: number of exchanges so far
         self.serial = 0
-        #: networks and trainers so far
+        #: number of networks and trainers so far
         self._made = 0
         self._batch: list[Any] | None = None
-        #: the work that the last meeting was for
+        #: the work of the last exchange
         self._work = "the beginning"
-        #: why this process wishes to stop; and what all ranks have learnt,
-        #: in the same meeting
-        self.wish: int | None = None
+        #: the signal that stops this process, and the one that all ranks have
+        #: learned of in the same exchange
+        self.stop_signal: int | None = None
         self._agreed: int | None = None
-        #: why there are no more exchanges
+        #: the error that ended all exchanges
         self._lost: WorkerError | None = None
         self._lock = threading.Lock()
-        #: the error that the last meeting has reported
+        #: the error that the last exchange reported
         self._reported: BaseException | None = None
         self._process, self._together = os.getpid(), 0
 
@@ -78,7 +78,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and draws."""
+        """Whether this process writes files and draws progress bars."""
         return self.rank == 0
 
     @property
@@ -86,29 +86,29 @@ class World:
         """Whether an exchange was left before its end."""
         return self._comm is not None and self._comm.pending
 
-    # -- meetings -----------------------------------------------------------
+    # -- exchanges ----------------------------------------------------------
 
     def gather(self, work: str, value: Any = None) -> list[Any]:
-        """The `value` of every rank, in their order. Each is fit for JSON.
+        """Gather the JSON-serializable `value` of every rank, in their order.
 
         Raises
         ------
         WorkerFailed
-            Another rank has failed in the work that leads here.
+            Another rank has failed before this exchange.
         UnevenWork
             Another rank is about to do other work than `work`.
         WorkerLost
-            Another rank has ended, or is silent.
+            Another rank has ended, or does not respond.
         """
         if self.size == 1:
             return [value]
-        self.sums.settle()
-        return self.meet(work, value)
+        self.sums.synchronize()
+        return self.all_gather(work, value)
 
-    def meet(self, work: str, value: Any) -> list[Any]:
-        """`gather`, while passes may be under way."""
+    def all_gather(self, work: str, value: Any) -> list[Any]:
+        """`gather` that may run within passes."""
         self._work = work
-        every = self._meet(work, value)
+        every = self._exchange_work(work, value)
         works = [one["work"] for one in every]
         if _FAILED in works:
             rank = works.index(_FAILED)
@@ -119,51 +119,51 @@ class World:
                 "that rank reports; its log has the traceback.")
         if works.count(work) < self.size:
             error = UnevenWork(
-                "all ranks do the same work in the same order; received "
+                "all ranks must do the same work in the same order; received "
                 + ", ".join(f"{w!r} on rank {r}" for r, w in enumerate(works))
-                + f" at meeting {self.serial}. Call the functions of mgpu on "
+                + f" at exchange {self.serial}. Call the functions of mgpu on "
                 "every rank, not inside `if rank == 0`; and give every rank "
-                "as many batches: of mgpu.datasets, where a rank may also get "
-                "an empty part.")
+                "the same number of batches: mgpu.datasets yields them, and "
+                "empty ones for a rank without examples.")
             self._lost = error if _LEAVES in works else None
             raise error
         return [one["value"] for one in every]
 
     @property
     def stopping(self) -> int | None:
-        """The wish of a rank to stop, which all ranks know of: the same
-        between two meetings."""
-        return self.wish if self.size == 1 else self._agreed
+        """The stop signal that all ranks know of: the same between two
+        exchanges."""
+        return self.stop_signal if self.size == 1 else self._agreed
 
-    def go_on(self) -> None:
-        """Forget the wish, after all ranks have stopped or before they
+    def clear_stop(self) -> None:
+        """Clear the stop signal, after all ranks have stopped or before they
         begin."""
-        self.wish = self._agreed = None
+        self.stop_signal = self._agreed = None
 
-    def _meet(self, work: str, value: Any) -> list[dict[str, Any]]:
+    def _exchange_work(self, work: str, value: Any) -> list[dict[str, Any]]:
         with self._exchange() as comm:
             self.serial, self._reported = self.serial + 1, None
             every = [json.loads(x) for x in comm.allgather(json.dumps(
-                {"work": work, "value": value, "stop": self.wish}).encode())]
+                dict(work=work, value=value, stop=self.stop_signal)).encode())]
         self._agreed = next((one["stop"] for one in every
                              if one["stop"] is not None), self._agreed)
         return every
 
     @contextlib.contextmanager
     def _exchange(self) -> "Iterator[Gloo]":
-        """One exchange at a time; one that fails is the last."""
+        """One exchange at a time; after an error there are no more."""
         if self._process != os.getpid():
             raise RuntimeError(
-                f"rank {self.rank} is the process that has called "
-                "mgpu.distributed.init; received a call in a process that it "
-                "has forked. Let such a process read data only.")
+                f"rank {self.rank} is the process that called "
+                "mgpu.distributed.init; received a call in a forked "
+                "process. Let such a process only read data.")
         if self._lost is not None:
             raise self._lost
         assert self._comm is not None
-        # Held by a thread whose exchange a second Ctrl-C has left, perhaps.
+        # A second Ctrl-C may have left a thread within an exchange.
         if not self._lock.acquire(timeout=self._comm.timeout):
             self._lost = WorkerLost(
-                f"one thread of rank {self.rank} exchanges at a time; another "
+                f"only one thread of rank {self.rank} may exchange; another "
                 f"one has done so for {self._comm.timeout:g} s, at "
                 f"{self._work!r}. Start the job again.")
             raise self._lost
@@ -172,15 +172,15 @@ class World:
         except WorkerLost as error:
             self._lost = self._cause(self._comm.notes(), error)
             raise self._lost from error
-        except BaseException as error:      # Ctrl-C, amid an exchange
-            self.give_up(error)
+        except BaseException as error:      # Ctrl-C, within an exchange
+            self.abort(error)
             raise
         finally:
             self._lock.release()
 
     def _cause(self, notes: dict[int, str], error: WorkerLost) -> WorkerLost:
-        """Why an exchange did not end: what another rank has posted, else
-        what was seen here."""
+        """The reason why an exchange did not end: the note of another rank,
+        else the local error."""
         if notes:
             rank, why = min(notes.items())
             return WorkerLost(
@@ -188,8 +188,8 @@ class World:
                 f"at {self._work!r}. Correct what that rank reports, and "
                 "start the job again.")
         return WorkerLost(
-            f"all {self.size} ranks take part in {self._work!r}, meeting "
-            f"{self.serial}; on rank {self.rank}, {error}. Look at its log, "
+            f"all {self.size} ranks must join {self._work!r}, exchange "
+            f"{self.serial}; on rank {self.rank}, {error}. Check its log, "
             "and start the job again (mgpu launch --max-restarts does), from "
             "a checkpoint.")
 
@@ -197,14 +197,14 @@ class World:
 
     @property
     def _alone(self) -> bool:
-        """Whether this process has no others to report to."""
+        """Whether no other rank can receive a report."""
         return self._comm is None or self._lost is not None \
             or self._process != os.getpid()
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """What fails in the block on this rank is reported to the others,
-        which raise `WorkerFailed` in their next meeting."""
+        """Report an error in the block to the other ranks, which raise
+        `WorkerFailed` in their next exchange."""
         try:
             yield
         except BaseException as error:
@@ -212,36 +212,36 @@ class World:
             raise
 
     def report_error(self, error: BaseException) -> None:
-        """Join the next meeting of the others and report `error` there,
-        unless the last meeting has done so. Where all ranks report one, all
-        go on alike."""
+        """Join the next exchange of the others and report `error`, unless the
+        last exchange did. If all ranks report an error, all of them
+        continue."""
         if self._alone or isinstance(error, WorkerError) \
                 or self._reported is not None \
                 and self._reported in (error, error.__cause__) \
                 or not self._flush():
             return
         if self._together or self._lock.locked():
-            # A second Ctrl-C has left a thread amid an exchange.
-            self.give_up(error)
+            # A second Ctrl-C has left a thread within an exchange.
+            self.abort(error)
             return
         with contextlib.suppress(WorkerError):
-            self._meet(_FAILED, in_words(error))
+            self._exchange_work(_FAILED, in_words(error))
         self._reported = error
 
     def _flush(self) -> bool:
-        """Wait for passes that are under way. False where they have brought
+        """Wait for the current passes. Returns False if one of them raised
         the error of another rank, which knows that all fail now."""
         try:
-            self.sums.settle()
+            self.sums.synchronize()
         except WorkerError:
             return False
         except Exception:       # it is this rank's own
             pass
         return True
 
-    def give_up(self, error: BaseException | str) -> None:
-        """Leave the work that was begun with the others. They raise
-        `WorkerLost`, with `error`, wherever they are."""
+    def abort(self, error: BaseException | str) -> None:
+        """Abort the exchanges with the others. They raise `WorkerLost`, with
+        `error`, at any point."""
         if self._alone:
             return
         assert self._comm is not None
@@ -254,37 +254,37 @@ class World:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """All ranks have met, and make the same exchanges of arrays in the
-        block, in the same order. What fails in it on this rank ends the
-        job: the others are amid an exchange."""
+        """A block with the same exchanges of arrays on all ranks, in the same
+        order, after a `gather`. An error in it on this rank ends the job: the
+        others are within an exchange."""
         self._together += 1
         try:
             yield
         except BaseException as error:
-            self.give_up(error)
+            self.abort(error)
             raise
         finally:
             self._together -= 1
 
     def leave(self, why: str | None) -> bool:
-        """End the part of this process. Returns whether none of the others
-        goes on; `why`: the error that ends it."""
+        """Leave the job. Returns whether no other rank continues; `why`: the
+        error that ends this process."""
         if self._comm is None or self._process != os.getpid():
             return True
         alike = False
         if why:
-            self.give_up(why)
+            self.abort(why)
         elif self._lost is None:
             self._flush()
             with contextlib.suppress(WorkerError):  # ended before, or busy
                 alike = all(one["work"] == _LEAVES
-                            for one in self._meet(_LEAVES, None))
+                            for one in self._exchange_work(_LEAVES, None))
         self._comm.close(alike, stays=self._lost is not None)
         return alike or self._lost is not None
 
     def agree(self, work: str, facts: dict[str, Any], cure: str) -> None:
-        """Raise `ModelMismatch` on every rank, naming the first difference,
-        unless all give the same `facts`."""
+        """Raise `ModelMismatch` on every rank, with the first difference,
+        unless `facts` are equal on all ranks."""
         first, *others = self.gather(work, facts)
         for rank, other in enumerate(others, 1):
             if other != first:
@@ -298,21 +298,21 @@ class World:
 
     def reduce(self, flat: np.ndarray, op: str = "sum",
                work: str = "a reduction") -> None:
-        """Reduce a one-dimensional array over all ranks, in place. `work`:
-        what it is for, the same on all ranks."""
+        """Reduce a one-dimensional array over all ranks, in place. `work`
+        names the operation, and is equal on all ranks."""
         self.reduce_all([flat], op, work)
 
     def reduce_all(self, arrays: Sequence[np.ndarray], op: str = "sum",
                    work: str = "a reduction") -> None:
-        """`reduce` each of `arrays`, which are as many and as long on all
-        ranks."""
+        """`reduce` each of `arrays`, whose number and lengths are equal on
+        all ranks."""
         if self._comm is not None:
             with self._arrays(work, op, *arrays) as comm:
                 comm.allreduce(arrays, op)
 
     def reduce_native(self, x: Any, op: str = "sum",
                       work: str = "a reduction") -> bool:
-        """As `reduce`, on an array of a framework; False: not done."""
+        """`reduce` an array of a framework; False: not supported, not done."""
         if self._comm is None:
             return True
         with self._arrays(work, op, x) as comm:
@@ -320,15 +320,15 @@ class World:
 
     def broadcast(self, flat: np.ndarray, root: int = 0,
                   work: str = "a broadcast") -> None:
-        """Copy rank `root`'s array into that of the others."""
+        """Copy the array of rank `root` to the other ranks."""
         if self._comm is not None:
             with self._arrays(work, str(root), flat) as comm:
                 comm.broadcast(flat, root)
 
     @contextlib.contextmanager
     def _arrays(self, work: str, how: str, *arrays: Any) -> "Iterator[Gloo]":
-        """An exchange of arrays. Outside of `together` the ranks compare them
-        first: arrays are never added to others that they do not belong to."""
+        """An exchange of arrays. Outside `together` the ranks compare dtypes
+        and shapes first, so that only matching arrays are combined."""
         if not self._together:
             self.agree(work, {"call": [how, *(
                 [str(x.dtype), list(x.shape)] for x in arrays)]},
@@ -336,42 +336,43 @@ class World:
         with self._exchange() as comm:
             yield comm
 
-    # -- places -------------------------------------------------------------
+    # -- positions ----------------------------------------------------------
 
     def number(self) -> int:
-        """A number for a network or a trainer: made in the same order on all
-        ranks, it has the same one."""
+        """A number for a network or a trainer, equal on all ranks if they
+        make them in the same order."""
         self._made += 1
         return self._made
 
     def note_batch(self, batch: list[Any] | None) -> None:
-        """Remember the batch that the loop has taken: its place in an order
-        of all ranks. None: there is none any more."""
+        """Remember the position of the loop's batch in the order of all
+        ranks. None: there is no batch."""
         self._batch = batch
 
     def batch_taken(self) -> list[Any] | None:
-        """The batch of the step that is due, if it has a place."""
+        """Return and clear the position of the current batch, if any."""
         batch, self._batch = self._batch, None
         return batch
 
     def check_batches(self, batches: Sequence[list[Any] | None]) -> None:
-        """Refuse parts of different batches (`UnevenWork`)."""
+        """Raise `UnevenWork` if ranks hold parts of different batches."""
         known = [(rank, batch) for rank, batch in enumerate(batches) if batch]
         for rank, batch in known[1:]:
             first, other = known[0]
             if not same_batch(batch, other) and batch[0] == other[0]:
                 raise UnevenWork(
-                    "all ranks take their rows of the same batch; received "
+                    "all ranks must take examples of the same batch; received "
                     f"{batch_in_words(other)} on rank {first} and "
                     f"{batch_in_words(batch)} on rank {rank}. Give every rank "
-                    "the same examples in the same order: a split that is "
-                    "drawn at random takes a seed; and begin an epoch on all "
-                    "of them: one that only some ranks begin, for a look at "
+                    "the same examples in the same order: pass a seed to a "
+                    "random split; and begin an epoch on all "
+                    "ranks: one that only some ranks begin, for a look at "
                     "the data, counts.")
 
     @staticmethod
     def check_orders(places: Sequence[list[Any] | None], work: str) -> None:
-        """Refuse data of which ranks begin at other places (ValueError)."""
+        """Raise ValueError if ranks begin at different positions in their
+        data."""
         first = places[0]
         for rank, place in enumerate(places):
             if first == place or first and place and same_batch(first, place):
@@ -379,13 +380,13 @@ class World:
             said = [batch_in_words(x) if x else "data of another kind"
                     for x in (first, place)]
             raise ValueError(
-                f"all processes {work}; received {said[0]} on rank 0 and "
-                f"{said[1]} on rank {rank}. Make the same data on every "
+                f"all ranks must {work}; received {said[0]} on rank 0 and "
+                f"{said[1]} on rank {rank}. Use the same data on every "
                 "rank: with one seed, order, file and split.")
 
     def span(self, k: int) -> "Span":
-        """Where `k` devices of this rank are among those of all ranks. A
-        meeting."""
+        """The position of `k` devices of this rank among those of all ranks.
+        Synchronizes."""
         _check_joined()
         counts = [int(n) for n in self.gather("initialize", k)]
         self.devices = counts
@@ -393,17 +394,17 @@ class World:
 
     def shares(self, bounds: Callable[[int, int], Any]
                ) -> Callable[[int], tuple[int, int]]:
-        """A function of the number of rows of a batch: from where to where
-        they are this rank's, which are those that its devices would have in
-        one process. `bounds`: `shard_bounds`."""
+        """A function of a batch size that returns the begin and end of this
+        rank's examples: those that its devices would have in one process.
+        `bounds`: `shard_bounds`."""
         if self.size == 1:
             return lambda rows: (0, rows)
         if self.devices is None:
             raise RuntimeError(
-                "the rows of a batch go to the devices of all ranks; "
+                "batches are split over the devices of all ranks; "
                 "received a loop over batches before mgpu.initialize, so "
-                "these are not known. Call mgpu.initialize first; for a "
-                "look at the data, and for its sample=, take train_iter.X, "
+                "these are unknown. Call mgpu.initialize first; for a "
+                "look at the data, and for its sample=, use train_iter.X, "
                 "such as X[:1].")
         span = Span(self, self.devices)
         last = span.first + self.devices[self.rank] - 1
@@ -423,11 +424,11 @@ class Span:
     counts : list of int
         The number of devices of each rank.
     first : int
-        The number of this rank's first device, over all ranks.
+        The index of this rank's first device, over all ranks.
     total : int
         The number of devices of all ranks.
     wide : bool
-        Whether there are other processes.
+        Whether there are other ranks.
     """
 
     world: World
@@ -465,18 +466,18 @@ def _check_joined() -> None:
 
 
 def same_batch(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two places in data are the same."""
+    """Whether two positions in data are equal."""
     return a[:-1] == b[:-1] and same_examples(a[-1], b[-1])
 
 
 def same_examples(a: Sequence[int | None], b: Sequence[int | None]) -> bool:
-    """Whether checksums (`BatchIterator.contents`) may be of the same
-    examples: what one of them does not know it does not deny."""
+    """Whether checksums (`BatchIterator.contents`) can be those of the same
+    examples; None matches everything."""
     return all(x == y or x is None or y is None for x, y in zip(a, b))
 
 
 def batch_in_words(batch: Sequence[Any]) -> str:
-    """The place of a batch: `BatchIterator.place`."""
+    """Describe the position of a batch: `BatchIterator.place`."""
     (examples, size), seed, shuffle, drop_last, epoch, number, known = batch
     return (f"batch {number} of epoch {epoch} of {examples} examples by "
             f"{size} (seed={seed}, shuffle={shuffle}, drop_last={drop_last}, "
@@ -484,13 +485,13 @@ def batch_in_words(batch: Sequence[Any]) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """An error in one line, without places in the source of a backend."""
+    """Format an error in one line, without source positions of a backend."""
     text = re.sub(r"\[?/\S+\.(cc|cpp|h):\d+\]? ?", "", str(error))
     return f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def _difference(a: Any, b: Any, where: str = "") -> tuple[str, Any, Any]:
-    """The first place at which two values of JSON differ."""
+    """The first difference of two JSON values."""
     if type(a) is type(b) and isinstance(a, (dict, list)):
         form = "{}[{}]" if isinstance(a, list) else "{} {}"
         a, b = (x if isinstance(x, dict) else dict(enumerate(x))
@@ -506,11 +507,11 @@ _current = World()
 
 
 def current() -> World:
-    """The world of this process: of one process, until `init`."""
+    """The group of this process: a single process until `init`."""
     return _current
 
 
 def enter(world: World) -> None:
-    """Make `world` the current one."""
+    """Make `world` the current group."""
     global _current
     _current = world

@@ -1,2 +1,2 @@
 """Losses, initializers, metrics, small models and functions for networks
-written by hand: formulas that are written once for both backends."""
+without a framework's layers: formulas that both backends share."""

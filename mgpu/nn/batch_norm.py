@@ -1,9 +1,9 @@
-"""Batch normalization over all devices of all processes.
+"""Batch normalization over all devices of all ranks.
 
-The replicas run their forward passes in threads of their own and meet at
-each batch-norm layer; there the sums over the devices of one process are
-added up over processes. What they exchange is differentiable, so the
-gradient of the joint statistics is exact.
+The replicas run their forward passes in separate threads and synchronize at
+each batch-norm layer, where the sums over the devices of one process are
+summed over ranks. The exchange is differentiable, so the gradient of the
+joint statistics is exact.
 """
 import threading
 from collections.abc import Callable, Sequence
@@ -20,20 +20,20 @@ from mgpu.distributed.sums import Sums
 from mgpu.utils.environment import cpu_cores
 
 Array = Any
-#: turn(n): a block around what number n of several threads does
+#: turn(n): a block around the work of thread n
 Turn = Callable[[int], AbstractContextManager[Any]]
 
 
-#: where a thread is that has passed all layers
+#: the position of a thread after all layers
 _END = "the end"
 
 
-class Meeting:
-    """Threads, one per active device, that join arrays in rounds."""
+class DeviceThreads:
+    """Synchronizes threads, one per active device, that reduce arrays."""
 
     def __init__(self, active: Sequence[int]) -> None:
         self._members = list(active)
-        # Twice a round: all have given, and the first has joined.
+        # Twice a round: after all values, and after their reduction.
         self._barrier = threading.Barrier(len(self._members))
         self._given: dict[int, tuple[str, Any]] = {}
         self._result: Any = None
@@ -46,18 +46,18 @@ class Meeting:
         self._at_work: dict[int, ExitStack] = {}
         self._errors: dict[int, BaseException] = {}
 
-    def place(self, index: int) -> int:
-        """The place of a device among the active ones."""
+    def position(self, index: int) -> int:
+        """The index of a device among the active ones."""
         return self._members.index(index)
 
     def exchange(self, index: int, place: str, value: Any,
                  join: Callable[[list[Any]], Any]) -> Any:
-        """Give `value`, return ``join(values)`` of all active devices'
-        values in order.
+        """Pass `value`, and return ``join(values)`` of the values of all
+        active devices in order.
 
-        The first device's thread joins them, for all: the work grows with
-        the number of devices, not with its square, and what the thread
-        records has the same order in every run.
+        The first device's thread reduces for all devices: the work grows with
+        the number of devices, not with its square, and the thread records
+        operations in the same order in every run.
         """
         self._given[index] = place, value
         self._at_work[index].close()
@@ -67,16 +67,16 @@ class Meeting:
             self._result = join(self._values())
         self._barrier.wait()
         result = self._result       # stays until all have given again
-        self._go_on(index)
+        self._take_turn(index)
         return result
 
-    def _go_on(self, index: int) -> None:
+    def _take_turn(self, index: int) -> None:
         """The thread of a device runs from here on, to the next round."""
         stack = self._at_work[index]
         if self._turn is None:
             stack.enter_context(self._cores)
             return
-        number = self.place(index)
+        number = self.position(index)
         with self._changing:
             self._changing.wait_for(lambda: self._arrived == number
                                     or self._barrier.broken)
@@ -99,20 +99,20 @@ class Meeting:
 
     def run(self, backend: base.Backend, thunks: Sequence[Callable[[], Any]],
             turn: Turn | None = None) -> list[Any]:
-        """Call each thunk, one for each active device, in a thread of its
-        own; those of one step meet. With `turn` one of them runs at a time,
-        from one meeting to the next: number n inside of ``turn(n)``."""
+        """Call each thunk, one per active device, in a separate thread; the
+        threads of a step synchronize. With `turn` one thread at a time runs,
+        from one exchange to the next: number n inside ``turn(n)``."""
         self._turn = turn
 
         def guarded(i: int, thunk: Callable[[], Any]) -> Any:
             try:
                 with ExitStack() as self._at_work[i]:
-                    self._go_on(i)
+                    self._take_turn(i)
                     result = thunk()
                     self.exchange(i, _END, None, lambda values: None)
                     return result
             except threading.BrokenBarrierError:
-                return None     # the error is another device's
+                return None     # another device has raised
             except BaseException as error:
                 self._errors[i] = error
                 with self._changing:
@@ -122,15 +122,15 @@ class Meeting:
         results = backend.parallel(
             [partial(guarded, i, thunk) for i, thunk in zip(
                 self._members, thunks, strict=True)], rendezvous=True)
-        self._barrier.abort()   # for a pass that nobody else makes
-        if self._errors:    # of several, the same one in every run
+        self._barrier.abort()   # for a pass that is not repeated
+        if self._errors:    # always that of the first device
             raise self._errors[min(self._errors)]
         return results
 
 
 class Joint:
-    """The sums of one forward pass, and of its backward passes, over all
-    processes; the gradient of a sum is the sum of the gradients."""
+    """Sums over all ranks in a forward pass and its backward passes. The
+    gradient of a sum is the sum of the gradients."""
 
     def __init__(self, backend: base.Backend, sums: Sums) -> None:
         self._backend, self._sums = backend, sums
@@ -138,7 +138,7 @@ class Joint:
 
     def __call__(self, layer: str, count: int, part: Array
                  ) -> tuple[int, Array]:
-        """The sums of `count` and `part` over all processes."""
+        """The sums of `count` and `part` over all ranks."""
         self._count += 1
         name = f"sum {self._count} of pass {self._pass}, of layer {layer!r}"
         counts: list[int] = []
@@ -163,23 +163,23 @@ class Joint:
 class SyncBatchNorm:
     """The batch-norm rule of ``batch_norm="sync"``.
 
-    Mean and biased variance of the whole batch, each device's share weighted
-    by its rows (Ioffe and Szegedy, 2015, algorithm 1, over the union of the
-    shards), variance in a second pass about the joint mean. Running
-    statistics move alike on all devices, when the backend's own layer would
-    move them.
+    Mean and biased variance of the whole batch, each device weighted by its
+    number of examples (Ioffe and Szegedy, 2015, algorithm 1, over the union
+    of the shards); the variance in a second pass about the joint mean.
+    Running statistics are updated alike on all devices, whenever the
+    backend's own layer would update them.
     """
 
-    def __init__(self, backend: base.Backend, meeting: Meeting,
+    def __init__(self, backend: base.Backend, threads: DeviceThreads,
                  joint: Joint | None = None):
-        self._backend, self._meeting = backend, meeting
+        self._backend, self._threads = backend, threads
         self._joint = joint
         self._known: dict[Any, Any] = {}
 
     def _joined(self, layer: str, given: list[tuple[int, Array]]
                 ) -> tuple[int, list[Array]]:
-        """The number of values, and their sum, on the first device, for each
-        of those that gave."""
+        """The number of values, and a copy of their sum for each device that
+        has passed some."""
         count, total = given[0]
         for n, x in given[1:]:      # x[0] + x[1] + ...
             count, total = count + n, total + self._backend.put(x, total)
@@ -189,14 +189,14 @@ class SyncBatchNorm:
 
     def mean(self, index: int, layer: str, moment: int, count: int,
              part: Array, like: Array) -> tuple[Array, int]:
-        """The sums `part` of all devices, added up and divided by all their
-        `count`: the same bits everywhere. Also returns that count. They are
-        of the first or the second `moment`."""
+        """The sum of `part` over all devices, divided by the sum of `count`:
+        bit-identical everywhere. Also returns that count. `moment`: 1 for the
+        mean, 2 for the variance."""
         def joined() -> tuple[int, Array]:
-            found, totals = self._meeting.exchange(
+            found, totals = self._threads.exchange(
                 index, layer, (count, part), partial(self._joined, layer))
             return found, self._backend.put(
-                totals[self._meeting.place(index)], like)
+                totals[self._threads.position(index)], like)
         found, total = self._backend.once(self._known, (
             index, layer, moment), part, joined)
         return total / found, found
@@ -225,8 +225,8 @@ class SyncBatchNorm:
 
 
 def _check_dtype(call: base.BatchNormCall) -> None:
-    """TypeError for inputs that the layer refuses on one device: integers,
-    whose sums would overflow, and floats wider than its own arrays."""
+    """Raise TypeError for inputs that the layer does not support on one
+    device: integers, whose sums would overflow, and wider floats."""
     own = [dtype_name(x) for x in (call.running_mean, call.gamma, call.x)
            if x is not None][0]
     given = dtype_name(call.x)

@@ -1,4 +1,4 @@
-"""Functions for networks written by hand, the same on both backends.
+"""Functions for networks without a framework's layers, on both backends.
 
 `allreduce` and `allgather` here return new arrays and pass gradients, which
 neither framework's own collectives do. The other functions are those of the

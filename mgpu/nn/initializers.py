@@ -108,13 +108,13 @@ class Initializer(ABC):
         Raises
         ------
         ValueError
-            An unknown or empty shape, a shape that this initializer cannot
-            serve, or values that are not finite in `dtype`.
+            An unknown or empty shape, a shape that this initializer does not
+            support, or values that are not finite in `dtype`.
         """
         shape = _known_shape(shape)
         rule = self._of(name)
         values = np.asarray(rule.sample(shape, rng), np.float64)
-        with np.errstate(over="ignore"):        # refused below, in words
+        with np.errstate(over="ignore"):        # raises below
             values = values.astype(dtype)
         if values.shape != shape or not np.isfinite(values).all():
             raise ValueError(
@@ -387,22 +387,22 @@ class _ByName(Initializer):
 
 
 def create(init: Any, /, **options: Any) -> Initializer:
-    """The initializer that `init` names.
+    """Make an initializer from a name or a Gluon initializer.
 
     Parameters
     ----------
     init : Initializer, str, or a Gluon initializer
-        An `Initializer` is returned as it is. A name is one of Gluon's, in
+        An `Initializer` is returned unchanged. A name is one of Gluon's, in
         any case: "zeros", "normal", "xavier", ... `mx.init.Normal(0.1)` and
-        what its `dumps()` gives, ``'["normal", {"sigma": 0.1}]'``, become
-        the initializer of this module. One of a class of the user's, derived
-        from `mx.init.Initializer`, is called by its ``_init_weight`` with
-        mgpu's name of each weight, on either backend. With
-        ``mx.init.Mixed`` the patterns see these names, such as
-        ``"0.weight"``; it says what draws weights, and biases, gammas and
-        betas are as always. `mx.init.Load` is refused.
+        the result of its `dumps()`, ``'["normal", {"sigma": 0.1}]'``, become
+        the initializer of this module. For a user-defined class derived
+        from `mx.init.Initializer`, mgpu calls ``_init_weight`` with
+        its own name of each weight, on either backend. The patterns of
+        ``mx.init.Mixed`` match these names, such as ``"0.weight"``; it
+        initializes weights, and not biases, gammas and betas. `mx.init.Load`
+        is not supported.
     **options
-        Of the initializer that is named: ``create("normal", sigma=0.1)``.
+        Options of the named initializer: ``create("normal", sigma=0.1)``.
 
     Raises
     ------

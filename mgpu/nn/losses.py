@@ -180,7 +180,7 @@ SoftmaxCELoss = SoftmaxCrossEntropyLoss
 
 
 def check_classes(labels: np.ndarray, classes: int) -> None:
-    """Refuse what is not a class number, 0 .. classes - 1 (LabelError)."""
+    """Raise LabelError unless labels are class indices 0 .. classes - 1."""
     right = (labels >= 0) & (labels < classes) \
         & (labels == np.trunc(labels))      # NaN is wrong too
     if not right.all():
@@ -678,20 +678,20 @@ def per_example(loss: Callable[[Array, Array], Array]
     divided by the number of rows, where torch divides by the sum of the
     weights.
 
-    Any other function is taken to return the mean over the batch, one
-    number, which every row of the result then holds: the sum over rows, and
-    so the gradient, is the same. A function whose number is no such mean
-    would give rows other weights on each number of devices, and is refused:
-    its first calls, and then fewer and fewer, are compared with calls for
-    parts of their rows. (Not where the function draws or keeps something.)
+    Any other function must return the mean over the batch, one number, which
+    each entry of the result then holds: the sum over examples, and so the
+    gradient, is unchanged. A function that does not return such a mean would
+    weight examples differently on each number of devices, and raises: the
+    first calls, then fewer and fewer, are compared with calls on parts of
+    the batch. (Not if the function is random or stateful.)
 
     Raises
     ------
     ValueError
-        When it is called: such a function returned one that is no mean over
-        rows (weights of classes, ignored labels, a root or a ratio of means);
+        In a call: the function returned a number that is not the mean over
+        examples (class weights, ignored labels, a root or a ratio of means);
         or `pred` and `label` have shapes, (n, 1) and (n,), that the loss
-        broadcasts, so that each row meets the labels of all.
+        broadcasts, so that each example is combined with all labels.
     """
     if hasattr(loss, "reduction"):
         join = "sum" if loss.reduction in ("sum", "batchmean") else "mean"

@@ -26,7 +26,7 @@ __all__ = ["Accuracy", "CompositeEvalMetric", "EvalMetric", "F1", "Loss",
 
 
 def _exact(values: Iterable[float]) -> list[float]:
-    """Few numbers whose exact sum is that of `values`, which are finite."""
+    """A few numbers whose exact sum is that of the finite `values`."""
     left, parts = list(values), []
     while (part := math.fsum(left)) != 0:
         parts.append(part)
@@ -35,7 +35,7 @@ def _exact(values: Iterable[float]) -> list[float]:
 
 
 class EvalMetric:
-    """A measure that goes on over batches. A subclass defines `measure`.
+    """A metric that accumulates over batches. A subclass defines `measure`.
 
     Attributes
     ----------
@@ -81,15 +81,16 @@ class EvalMetric:
 
     def measure(self, labels: np.ndarray, preds: np.ndarray
                 ) -> tuple[int, Sequence[float]]:
-        """How many values the arrays of one device have, and numbers whose
-        sum is theirs."""
+        """Return the number of values in the arrays of one device, and
+        numbers whose sum is that of the values."""
         raise NotImplementedError
 
     def read(self, labels: Any, preds: Any) -> Callable[[], None]:
-        """Raises as `update`; returns what counts the batch."""
+        """Read a batch, and return a function that counts it. Raises as
+        `update` does."""
         pairs = _pairs(labels, preds)
-        # Of all devices, also where one fails: MXNet raises what nobody has
-        # waited for in a later call.
+        # All devices, even if one fails: MXNet raises the error of an array
+        # that was not read in a later call.
         scores = get_backend().parallel([partial(on_host, x)
                                          for _, x in pairs])
         return partial(self._add, [self.measure(on_host(y), x)
@@ -105,13 +106,13 @@ class EvalMetric:
             self._count += count
 
     def get(self) -> tuple[Any, Any]:
-        """The name and the value so far; NaN before a batch. With several
-        processes: of all, each of which calls it."""
-        told = distributed.current().gather(f"the metric {self.name}", [
+        """Return the name and the current value; NaN before a batch. In
+        distributed training over all ranks: call it on every rank."""
+        reports = distributed.current().gather(f"the metric {self.name}", [
             self._batches, self._count, self._sums, repr(self._odd)])
-        batches, count = (sum(own[i] for own in told) for i in range(2))
-        total = math.fsum(x for *_, sums, _ in told for x in sums) \
-            + sum(float(odd) for *_, odd in told)
+        batches, count = (sum(own[i] for own in reports) for i in range(2))
+        total = math.fsum(x for *_, sums, _ in reports for x in sums) \
+            + sum(float(odd) for *_, odd in reports)
         if count:
             return self.name, total / count
         return self.name, self._of_nothing if batches else float("nan")
@@ -248,8 +249,8 @@ class F1(EvalMetric):
     ----------
     name : str
     average : {"micro"}
-        MXNet's default, "macro", is a mean over batches of another score: it
-        depends on how data are cut into batches, and is refused.
+        MXNet's default, "macro", is not supported: a mean over batches of
+        another score, which depends on how the data are split into batches.
     """
 
     _of_nothing = 0.0
@@ -335,7 +336,7 @@ class CompositeEvalMetric(EvalMetric):
         return kinds.pop() if len(kinds) == 1 else None
 
     def add(self, metric: Any) -> None:
-        """Have one more."""
+        """Append a metric."""
         self.metrics.append(create(metric))
 
     def reset(self) -> None:
@@ -343,8 +344,8 @@ class CompositeEvalMetric(EvalMetric):
             one.reset()
 
     def read(self, labels: Any, preds: Any) -> Callable[[], None]:
-        # One of the user's that has an `update` of its own comes after all
-        # have read.
+        # A user-defined metric that overrides `update` comes after all have
+        # read.
         counts = [one.read(labels, preds)
                   if type(one).update is EvalMetric.update
                   else partial(one.update, labels, preds)

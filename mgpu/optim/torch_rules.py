@@ -105,12 +105,12 @@ class TorchAdamax(_Averages):
 
 @rule("torch", "nadam")
 class TorchNAdam(_Averages):
-    """Gluon's `Nadam` with a product P of each parameter's own, kept in the
-    float ``"schedule"``, and other defaults.
+    """Gluon's `Nadam` with a separate product P for each parameter, kept in
+    the float ``"schedule"``, and other defaults.
 
     ``decoupled_weight_decay=True``: ``w <- (1 - lr wd) w`` first, and the
-    rest on ``clip(g)``. torch itself keeps P in its default dtype, float32
-    unless it is told otherwise; here P is double.
+    rest on ``clip(g)``. torch itself keeps P in its default dtype, usually
+    float32; here P is double.
     """
 
     momentum_decay: float = 0.004

@@ -141,7 +141,7 @@ def run(model: str | Callable[[], Any] = "lenet",
     timeline : file, optional
         Write the spans of all contenders (`Profile.chrome_trace`).
     progress : bool
-        Draw a bar (tqdm; without the package there is none).
+        Draw a progress bar, if tqdm is installed.
     trace : file, optional
         The former name of `timeline`, for one version.
 
@@ -237,19 +237,19 @@ def plan(backends: Sequence[str], devices: Sequence[Any]
 
 
 def _check_model(model: Any, sides: tuple[int, ...], classes: int) -> None:
-    """Refuse an unknown model, and pictures that it does not take."""
+    """Raise ValueError for an unknown model, or unsupported image sizes."""
     if isinstance(model, str) and model not in MODELS:
         raise ValueError(f"unknown model; received {model!r}. Use one of "
                          f"{', '.join(map(repr, MODELS))}, or a function "
                          "that makes a network.")
     if model == "lenet" and (sides, classes) != ((1, 28, 28), 10):
-        raise ValueError("LeNet takes pictures of (1, 28, 28) in 10 classes; "
+        raise ValueError("LeNet requires images of (1, 28, 28), 10 classes; "
                          f"received {sides} and {classes}. Use resnet18, or "
-                         "a network of your own.")
+                         "a custom network.")
     if model == "resnet18" and len(sides) != 3:
-        raise ValueError("ResNet-18 takes pictures of (channels, height, "
-                         f"width); received {sides}. Give three numbers, or "
-                         "use a network of your own.")
+        raise ValueError("ResNet-18 requires images of (channels, height, "
+                         f"width); received {sides}. Pass three numbers, or "
+                         "use a custom network.")
 
 
 def _row(contender: _Contender, seconds: list[float], first: list[float],
@@ -325,34 +325,34 @@ def predict(measurements: Mapping[str, Any], k: int) -> dict[str, Any]:
 
     ``reduce = latency 2 (k - 1) arrays + 2 k bytes / bandwidth``.
 
-    - The host issues the work of one device after the other, so `dispatch`
+    - The host queues the work of one device after the other, so `dispatch`
       counts k times.
-    - Forward and backward passes share the rows, and the largest shard
-      counts. They run at the same time as far as there are cores: where the
-      cores have room for c devices, k of them take turns and need `s` times
+    - Forward and backward passes share the examples, and the largest shard
+      counts. They run in parallel up to the number of cores: if the cores
+      support c devices at once, k of them take turns and need `s` times
       as long.
     - Each device updates a full copy of the parameters.
     - The sum of the gradients reads and writes each device's arrays once, in
       one memory.
-    - The batch is copied once, whatever k is.
+    - The batch is copied once, for any k.
 
     Parameters
     ----------
     measurements : mapping
-        What one step of ``"rows"`` rows takes on one device, in seconds:
+        Seconds of a step of ``"rows"`` examples on one device:
         ``"dispatch"``, ``"copy"``, ``"update"``, ``"other"``, and for the
         forward and backward pass ``"fixed"`` and ``"per_row"``
         (`mgpu.tools.profiling.fit`). The number of gradients, ``"arrays"``,
-        and their ``"bytes"``. Of an all-reduce, ``"latency"`` (seconds per
-        message) and ``"bandwidth"`` (bytes per second). ``"room"``: how many
-        devices can compute at once, or None for any number (GPUs).
+        and their ``"bytes"``. For an all-reduce ``"latency"`` (seconds per
+        message) and ``"bandwidth"`` (bytes per second). ``"capacity"``: the
+        number of devices that compute in parallel; None: any number (GPUs).
     k : int
 
     Returns
     -------
     dict
         ``"devices"``, ``"seconds"``, ``"images_per_second"``; ``"parts"``:
-        seconds by stage; ``"note"``: a remark where devices must take turns,
+        seconds by stage; ``"note"``: a remark if devices must take turns,
         else "".
 
     Raises
@@ -361,7 +361,7 @@ def predict(measurements: Mapping[str, Any], k: int) -> dict[str, Any]:
         `k` is not a whole number of 1 or more.
     """
     k, m = integer("the number of devices", k, 1), measurements
-    lanes = k if m["room"] is None else min(k, m["room"])
+    lanes = k if m["capacity"] is None else min(k, m["capacity"])
     turns = k / lanes
     parts = {
         "dispatch": k * m["dispatch"], "copy": m["copy"],
@@ -371,7 +371,7 @@ def predict(measurements: Mapping[str, Any], k: int) -> dict[str, Any]:
         "update": turns * m["update"], "other": m["other"]}
     seconds = sum(parts.values())
     note = "" if lanes == k else (
-        f"{k} logical devices have room for {lanes} on the cores here: they "
+        f"the cores run {lanes} of {k} logical devices in parallel: they "
         "take turns")
     return {"devices": k, "seconds": seconds,
             "images_per_second": m["rows"] / seconds, "parts": parts,
@@ -381,8 +381,8 @@ def predict(measurements: Mapping[str, Any], k: int) -> dict[str, Any]:
 def _measure(contenders: list[_Contender], profiles: dict[str, Profile],
              make: Callable[[list[Device]], _Contender], steps: int,
              dtype: str) -> dict[str, Any]:
-    """What `predict` takes, from the contender of one backend on one device,
-    or from a new one where there is none."""
+    """The arguments of `predict`, from the contender of one backend on one
+    device, or from a new one."""
     with using_backend(contenders[0].backend):
         single = next((c for c in contenders if len(c.devices) == 1), None)
         if single is None:
@@ -395,7 +395,7 @@ def _measure(contenders: list[_Contender], profiles: dict[str, Profile],
         if len(sizes) > 1:
             fixed, per_row = fit(sizes, [_parts(profile, n)["compute"]
                                          for n in sizes])
-        else:       # a batch of one row
+        else:       # a batch of one example
             fixed, per_row = parts["compute"], 0.0
         latency, bandwidth = measure_reduce(
             [c.devices for c in contenders], len(single.sizes), dtype)
@@ -403,12 +403,12 @@ def _measure(contenders: list[_Contender], profiles: dict[str, Profile],
     return {
         "rows": single.batch_size, "fixed": fixed, "per_row": per_row,
         **{name: parts[name] for name in ("dispatch", "copy", "update")},
-        # One device has nothing to reduce: what that takes is overhead.
+        # One device has nothing to reduce: its reduce time is overhead.
         "other": max(0.0, parts["other"] + parts["reduce"]),
         "arrays": len(single.sizes),
         "bytes": sum(single.sizes) * np.dtype(dtype).itemsize,
         "latency": latency, "bandwidth": bandwidth,
-        "room": profiling.room_for_cpus() if on_cpu else None}
+        "capacity": profiling.cpu_capacity() if on_cpu else None}
 
 
 def measure_reduce(lists: Sequence[Sequence[Device]], arrays: int,

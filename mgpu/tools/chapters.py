@@ -195,9 +195,9 @@ def lenet(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
     dtype : {"float32", "float64"}
     init_scale : float
         Standard deviation of the initial weights. With the book's 0.01 the
-        loss stays where it is for about 250 steps; with 0.1 it does not.
+        loss stays constant for about 250 steps; with 0.1 it does not.
     progress : bool
-        Draw a bar (tqdm; without the package there is none).
+        Draw a progress bar, if tqdm is installed.
     animator : mgpu.tools.plotting.Animator, optional
 
     Returns
@@ -291,7 +291,7 @@ def resnet18(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
     ----------
     devices, train_iter, test_iter, epochs, lr, seed, dtype, init_scale,
     progress, animator
-        As for `lenet`; the pictures may have any size that their `info`
+        As for `lenet`; the images may have any size that their `info`
         gives in ``"shape"``, channels first (without it: one channel).
 
     Returns

@@ -37,9 +37,9 @@ _EXPECTED = ("expected .params, -symbol.json or trainer states of MXNet, a "
 
 def inspect_file(file: FilePath, params: FilePath | None = None
                  ) -> dict[str, Any]:
-    """What is in a file, as data for JSON.
+    """Describe the contents of a file, as data for JSON.
 
-    The kind of a file is told by its contents, not by its name.
+    The contents determine the kind of the file, not its name.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ _KINDS = {**dict.fromkeys(checkpoint.FORMATS, "checkpoint of mgpu"),
 
 def _of_training(header: dict[str, Any], arrays: dict[str, Any]
                  ) -> dict[str, Any]:
-    """Of a file of `save_checkpoint` or of `Trainer.save_states`."""
+    """Describe a file of `save_checkpoint` or of `Trainer.save_states`."""
     states = header.get("states", header)
     return {"kind": _KINDS[header["format"]], **{
         key: x for key, x in header.items() if key in ("engine", "devices")},
@@ -227,7 +227,7 @@ def _graph(path: str, params: FilePath | None) -> dict[str, Any]:
 
 
 def _parameters(graph: Graph, names: Iterable[str]) -> set[str]:
-    """Gluon marks its parameters; Symbol's are told by their names."""
+    """Gluon marks its parameters; those of Symbol have known names."""
     marked = {node.name for node in graph.nodes
               if node.op == "null" and node.marks}
     return marked or {name for name in names if name.endswith(_ENDINGS)}

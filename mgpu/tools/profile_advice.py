@@ -142,29 +142,29 @@ def _gain(mean: dict[str, float], devices: Sequence[str]) -> str:
     k, factor = len(devices), 2.0
     on_cpus = all(d.startswith("cpu") for d in devices)
     if on_cpus:
-        room = room_for_cpus()
-        factor = min(2 * k, room) / min(k, room)
+        capacity = cpu_capacity()
+        factor = min(2 * k, capacity) / min(k, capacity)
         if factor == 1:
-            return (f"More devices will not help: the cores have room for "
-                    f"{room}, which compute already.")
+            return (f"More devices will not help: the cores run {capacity} "
+                    "in parallel, which compute already.")
     gain = mean["seconds"] / (mean["seconds"] + mean["dispatch"]
                               - mean["compute"] * (1 - 1 / factor))
     more = f"{_count(2 * k)} can give up to {gain:.1f}x" if gain >= 1.05 \
         else f"Even so {_count(2 * k)} would gain less than 5%"
-    return more + (f" (room for {room} on the cores)."
+    return more + (f" (the cores run {capacity} in parallel)."
                    if on_cpus and factor < 2 else ".")
 
 
-def room_for_cpus() -> int:
-    """How many logical CPU devices the cores have room for: the cores that
-    this process may use, by ``MGPU_THREADS_PER_DEVICE``."""
+def cpu_capacity() -> int:
+    """The number of logical CPU devices that run in parallel: the cores that
+    this process may use, divided by ``MGPU_THREADS_PER_DEVICE``."""
     return max(1, environment.cpu_cores() // environment.threads_per_device())
 
 
 def fit(rows: Sequence[float], seconds: Sequence[float]
         ) -> tuple[float, float]:
-    """The line ``fixed + per_row * rows`` with the least squares; neither
-    number is negative (of a line and its two bounds the best one).
+    """Fit the line ``fixed + per_row * rows`` by least squares, with
+    non-negative numbers.
 
     Raises
     ------

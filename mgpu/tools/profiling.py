@@ -18,14 +18,14 @@ from mgpu.backends import get_backend
 from mgpu.backends.device import Device, as_devices
 from mgpu.data.nested import map_leaves, rows_of
 from mgpu.tools.profile_advice import (HOST, PARTS, STAGES, Span, Step, advice,
-                                       fit, room_for_cpus)
+                                       cpu_capacity, fit)
 from mgpu.utils import files, notebook, probes
 from mgpu.utils.arguments import is_integer, one_of
 from mgpu.utils.probes import (at_once, gradients, mark, stage, staged, step,
                                weights)
 
 __all__ = ["HOST", "PARTS", "STAGES", "Profile", "Span", "Step", "at_once",
-           "fit", "gradients", "mark", "on", "room_for_cpus", "stage",
+           "cpu_capacity", "fit", "gradients", "mark", "on", "stage",
            "staged", "step", "unwatched", "watched", "weights",
            "write_chrome_trace", "write_trace"]
 
@@ -176,7 +176,7 @@ def _wait_for(arrays: Any) -> float:
 
 
 def _union(intervals: list[_Interval]) -> list[_Interval]:
-    """The same times, as intervals in order that do not meet."""
+    """The union of intervals, as ordered intervals without overlap."""
     found: list[_Interval] = []
     for begin, end in sorted(intervals):
         if end <= begin:
@@ -190,7 +190,7 @@ def _union(intervals: list[_Interval]) -> list[_Interval]:
 
 def _gaps(intervals: list[_Interval], begin: float, end: float
           ) -> list[_Interval]:
-    """The rest of `begin` to `end`, of intervals in order."""
+    """The complement of ordered intervals in `begin` to `end`."""
     edges = [begin, *(t for pair in intervals for t in pair), end]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2]) if b > a]
 
@@ -198,16 +198,16 @@ def _gaps(intervals: list[_Interval], begin: float, end: float
 # -- the profile --------------------------------------------------------------
 
 class Profile:
-    """Measures the train steps inside a ``with`` block, stage by stage.
+    """Measure the training steps inside a ``with`` block, stage by stage.
 
     Parameters
     ----------
     devices : one device, or a sequence of devices, optional
-        The devices that the table shows. None: all that worked.
+        The devices in the table. None: all that worked.
     plain : bool
-        True: every second step (numbers 1, 3, ...) runs as it would without
-        a Profile and is only timed as a whole, so that `cost` can tell what
-        measuring costs. False: every step is measured.
+        True: every second step (numbers 1, 3, ...) runs without measurements
+        of stages, and only its total time is taken, so that `cost` shows the
+        overhead. False: every step is measured.
 
     Attributes
     ----------
@@ -217,14 +217,14 @@ class Profile:
     Raises
     ------
     RuntimeError
-        Another Profile is on (when the block is entered).
+        Another Profile is active (when the block is entered).
     ValueError, TypeError
         `devices` are not devices; see `mgpu.backends.device.as_devices`.
 
     Notes
     -----
     An asynchronous backend (MXNet, CUDA) returns before its work is done, so
-    a span means nothing unless somebody waits. While a Profile is on, each
+    a span requires a wait at its end. While a Profile is active, each
     stage ends when its devices are done. So stages do not overlap, and a step
     takes longer than without a Profile. Its results are the same, bit for
     bit.
@@ -461,10 +461,10 @@ class Profile:
           reduce, update and other, takes half of it or more.
         - A compute-bound step on k devices would at best take ``step +
           dispatch - compute * (1 - 1/f)`` on 2 k devices, because each
-          device is issued its own work and only compute is divided. `f` is
-          2; on CPUs it is ``min(2 k, c) / min(k, c)``, where the cores have
-          room for `c` devices (`MGPU_THREADS_PER_DEVICE` cores each). The
-          verdict names the gain where it is 5 % or more.
+          each device gets its own work and only compute is divided. `f` is
+          2; on CPUs it is ``min(2 k, c) / min(k, c)``, where the cores run
+          `c` devices in parallel (`MGPU_THREADS_PER_DEVICE` cores each). The
+          verdict states the gain if it is 5 % or more.
         - For steps of several batch sizes, the verdict names the line
           ``fixed + per_row * rows`` (`fit`) through their median seconds. It
           uses the steps that were not measured by stage, where there are

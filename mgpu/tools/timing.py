@@ -1,9 +1,8 @@
 """Clocks that wait for the devices, and running sums.
 
 A backend may return before its work is done (MXNet always, PyTorch on a
-GPU). A clock that is read at that moment times the queueing, not the work:
-so `Timer` and `Benchmark` wait, where they are told for which devices,
-before they read it.
+GPU). A clock that is read then measures the queueing, not the work: `Timer`
+and `Benchmark` wait for the given devices before they read it.
 """
 import time
 from itertools import accumulate

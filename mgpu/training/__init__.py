@@ -1,4 +1,4 @@
-"""Networks on devices, steps, the loop around them, and evaluation."""
+"""Networks on several devices, training steps, training loops, evaluation."""
 from typing import TYPE_CHECKING
 
 from mgpu.utils.moved import attributes_of

@@ -10,10 +10,10 @@ checkpoint. An error in one ends the training.
 
 With several processes each rank calls its own, and all ranks stop if one
 asks for it. A callback that has ``state()`` and ``restore(state)`` (as those
-of this module have) goes on where `train` resumes: `state` gives a pair, the
-same on all ranks, and `restore` takes it. The first is made of numbers (of
-NumPy's too), text, None, arrays, and lists, tuples and dicts of them; the
-second is a dict of NumPy arrays. What others keep begins anew.
+of this module have) continues where `train` resumes: `state` returns a pair,
+the same on all ranks, and `restore` takes it. The first is made of numbers
+(of NumPy's too), text, None, arrays, and lists, tuples and dicts of them; the
+second is a dict of NumPy arrays. Other callbacks start anew.
 """
 import contextlib
 import importlib
@@ -168,7 +168,7 @@ class Calls:
                 for one in self._all]
 
     def _begin(self) -> None:
-        """The training begins, or is resumed: no batch was refused."""
+        """Begin the training, or resume it: no batch has raised."""
         for one in self._own if not self._begun else ():
             one.begin(self._replicas)
         self._begun = True
@@ -206,8 +206,7 @@ class Calls:
         return extra_states.pack(state, arrays, f"{i}:", backend, words)
 
     def check(self, saved: Sequence[Any]) -> None:
-        """Refuse to go on with other callbacks than those of `state`
-        (ValueError)."""
+        """Raise ValueError unless the callbacks are those of `state`."""
         names = [_label(one) for one in self._lasting]
         if [name for name, *_ in saved] != names:
             raise ValueError(
@@ -217,7 +216,7 @@ class Calls:
 
     def restore(self, saved: Sequence[Any], arrays: Mapping[str, np.ndarray]
                 ) -> bool:
-        """Go on from `state`; returns whether one had ended the
+        """Restore `state`. Returns whether a callback had stopped the
         training."""
         self._begin()
         backend, first = self._replicas.backend, self._replicas.devices[0]
@@ -353,14 +352,14 @@ class EarlyStopping(_Monitor):
     def restore(self, state: State) -> None:
         (self.best, self.waited, self.stopped), values = state
         self._values = dict(values)
-        if self._values:    # refused now, if it would be at the end
+        if self._values:    # raises now, if it would at the end
             self._replicas.fit_numpy(self._values)
 
 
 class Checkpoint(_Monitor):
-    """Writes weights and buffers after each epoch (`Replicas.save`), or after
-    each that is the best so far. A training does not go on from this file:
-    that is the `checkpoint_dir` of `train`.
+    """Write parameters and buffers after each epoch (`Replicas.save`), or
+    after each best epoch so far. A training cannot resume from this file: use
+    the `checkpoint_dir` of `train`.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A network on several devices that stands where the network stood."""
+"""Data parallelism behind the network's own interface."""
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -7,7 +7,7 @@ from mgpu import distributed
 from mgpu.backends import backend_for
 from mgpu.backends.device import as_devices
 from mgpu.data.examples import BatchSplit
-from mgpu.nn.batch_norm import Meeting, SyncBatchNorm
+from mgpu.nn.batch_norm import DeviceThreads, SyncBatchNorm
 from mgpu.utils.arguments import hinting
 
 
@@ -20,29 +20,29 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
                  whole: Sequence[str] = ()) -> Any:
     """Run a network on several devices: one changed line in a script.
 
-    A call splits its arguments by examples, runs forward on all devices at
-    the same time, and joins the outputs on the first one. The result's
-    backward pass runs on all devices at the same time and adds the sum of
-    the gradients to the network's own parameters. Loss, optimizer, schedule,
-    clipping and checkpoint stay the framework's.
+    A call splits its arguments along the batch dimension, runs forward on all
+    devices in parallel, and concatenates the outputs on the first device. The
+    backward pass runs on all devices in parallel and accumulates the summed
+    gradients into the network's own parameters. Loss, optimizer, schedule,
+    clipping and checkpoints remain the framework's.
 
     Parameters
     ----------
     net : nn.Module or gluon.Block
-        Not copied. It stays the only holder of parameters and optimizer
-        states; the other devices' copies are overwritten in each pass.
+        Not copied: parameters and optimizer states exist once. Each forward
+        pass overwrites the other devices' copies.
     devices : sequence of Device
-        The first one is the network's.
+        The network is on the first one.
     batch_norm : {"per_device", "sync"}
-        Batch statistics of each device's examples, or of the whole batch. The
-        network's running statistics are updated by the first device's, and in
-        eval mode all devices use them.
+        Normalize by the statistics of each device's examples, or of the whole
+        batch. The first device updates the running statistics, and in eval
+        mode all devices use them.
     batch_axis : int or dict
-        The axis of the examples: one for all arguments, or by argument name.
-        ``list`` as an axis stands for a list with an item for each example.
-        A torch ``PackedSequence`` is split by its sequences.
+        The batch dimension: one for all arguments, or by argument name.
+        ``list`` stands for a list with one item per example. A torch
+        ``PackedSequence`` is split by sequences.
     whole : sequence of str
-        Names of arguments that every device gets as they are.
+        Names of arguments that are passed to every device unsplit.
 
     Returns
     -------
@@ -53,14 +53,13 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
     Raises
     ------
     TypeError
-        A network that cannot be copied: ScriptModule, DDP, FSDP. One of
-        another backend than was chosen (`mgpu.initialize`).
+        The network cannot be copied (ScriptModule, DDP, FSDP), or belongs to
+        another backend than the selected one (`mgpu.initialize`).
     ValueError
-        A device that is not available. In a call: an argument that may or
-        may not have an entry for each example; an output without an axis for
-        the examples.
+        A device is not available. In a call: whether an argument has a batch
+        dimension is ambiguous; an output has no batch dimension.
     NotImplementedError
-        A backend or an option that is not supported yet.
+        The backend or the option is not supported.
     """
     if batch_norm not in ("per_device", "sync"):
         raise ValueError("batch_norm is 'per_device' or 'sync'; got "
@@ -73,8 +72,8 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
     whole = (whole,) if isinstance(whole, str) else tuple(whole)
 
     def synchronize(active: Sequence[int]) -> Any:
-        meeting = Meeting(active)
-        return SyncBatchNorm(backend, meeting), partial(meeting.run, backend)
+        threads = DeviceThreads(active)
+        return SyncBatchNorm(backend, threads), partial(threads.run, backend)
     names = [p.name for p in backend.network(net).inputs()
              if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return backend.data_parallel(

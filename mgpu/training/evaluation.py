@@ -1,4 +1,4 @@
-"""Accuracy by integer counts, on one or on all devices."""
+"""Evaluate metrics and accuracy on one or several devices."""
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -22,21 +22,26 @@ DataIter = Iterable[tuple[Any, Any]]
 
 
 def accuracy(y_hat: Any, y: Any) -> int:
-    """The *number* of correct predictions (the book's function).
+    """Count the correct predictions (the book's function).
 
     Parameters
     ----------
     y_hat : array (n, classes) of scores, or (n,) of class numbers
-        Of equal scores the first class wins, on both backends.
+        Ties go to the first class, on both backends.
     y : array (n,)
         Native or NumPy, of any number dtype. Waits for both.
+
+    Returns
+    -------
+    int
+        The number of correct predictions, not their fraction.
 
     Raises
     ------
     ValueError
-        Other shapes, different numbers of rows, labels such as 1.5, or
-        outputs such as 1.5 in the place of class numbers: scores of a single
-        output are none. Threshold those: ``accuracy(y_hat > 0, y)``.
+        Other shapes, different numbers of examples, or class numbers such as
+        1.5. For scores of a single output pass a comparison:
+        ``accuracy(y_hat > 0, y)``.
     TypeError
         An array of the other framework.
     """
@@ -49,33 +54,33 @@ def accuracy(y_hat: Any, y: Any) -> int:
             raise ValueError(
                 "accuracy compares scores (n, classes) or class numbers (n,) "
                 f"with class numbers (n,); received shapes {shapes[0]} and "
-                f"{shapes[1]}. Cut or reshape them.")
+                f"{shapes[1]}. Reshape the arrays.")
     return metrics.count_equal(y_hat, y)
 
 
 def check_scores(output: Any) -> None:
-    """Refuse what a network in training gives, if `accuracy` would refuse it
-    in the end. A tuple may be one array in prediction."""
+    """Raise ValueError for an output in training mode that `accuracy` does
+    not support. Accepts tuples: in prediction mode they may be one array."""
     shape = tuple(output.shape) if get_backend().is_native(output) else None
     if isinstance(output, Mapping) or dataclasses.is_dataclass(output) \
             or shape is not None and (len(shape) != 2 or shape[1] < 2):
         raise ValueError(
-            "the accuracy on test_iter is that of one array of scores (n, "
+            "test_iter expects a network with one output array of scores (n, "
             f"classes); received an output of shape {shape}, a "
-            f"{type(output).__name__}. Pass test_iter=None, and a measure of "
-            "your own as evaluate=: see the guide on training.")
+            f"{type(output).__name__}. Pass test_iter=None, and your metric "
+            "as evaluate=: see the guide on training.")
 
 
 def evaluate_accuracy_gpu(net: Any, data_iter: DataIter,
                           device: Any = None) -> float:
-    """The accuracy of `net` on one device, in prediction mode.
+    """Compute the accuracy of `net` on one device, in prediction mode.
 
     Parameters
     ----------
     net : see `evaluate_accuracy_gpus`, or a function
         A function, as ``lambda X: lenet(X, params)``, needs `device`.
     device : device, optional
-        Default: the first that the network lives on.
+        Default: the network's first device.
     """
     if device is None:
         device = _places(net, None)[0]
@@ -85,42 +90,43 @@ def evaluate_accuracy_gpu(net: Any, data_iter: DataIter,
 def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
                            split_f: Callable = split_batch, *,
                            devices: Any = None, device: Any = None) -> float:
-    """The accuracy of `net`, each batch split over its devices.
+    """Compute the accuracy of `net`, each batch split over its devices.
 
     Correct predictions are counted as integers over all shards and divided
-    once. All devices use the network's weights and running statistics, so
-    the result is that of one device, exactly. With several processes each
-    gives its rows of the data, and all receive the accuracy over all of
-    them: call it on every rank.
+    once. All devices use the network's parameters and running statistics, so
+    the result equals that of one device exactly. In distributed training each
+    rank evaluates its own examples, and every rank receives the accuracy over
+    all ranks: call it on every rank.
 
     Parameters
     ----------
     net : Replicas, gluon.Block, torch.nn.Module, or list of callables
         A Block runs on the contexts that it was initialized on; a list
         holds one callable per entry of `devices`.
-    data_iter : iterable of (X, y)
-        Batches of any size, also smaller than the number of devices; or
-        dicts, as in `train_batch`, with the class numbers as 'labels' or
-        'label'; or a data iterator of MXNet's.
+    data_iter : iterable of (X, y), or of dicts
+        A batch may be smaller than the number of devices. A dict, as in
+        `train_batch`, has the class numbers under 'labels' or 'label'. Data
+        iterators of MXNet are supported.
     split_f : callable
         ``split_f(X, y, devices) -> (X_shards, y_shards)``.
     devices : sequence of devices, optional
-        Use these; for a torch module each gets a copy of it.
+        Devices to use; each gets a copy of a torch module.
     device : device, optional
-        Use only this one.
+        The only device to use.
 
     Returns
     -------
     float
-        Between 0 and 1. Training flags and statistics are left as they were.
+        Between 0 and 1. Training modes and running statistics are unchanged.
 
     Raises
     ------
     ValueError
-        No data; `device` and `devices` together; a device that the network
-        is not on; another number of callables than devices.
+        `data_iter` is empty; `device` and `devices` are both given; the
+        network is not on a device; the numbers of callables and devices
+        differ.
     TypeError
-        None of these networks.
+        `net` is of another type.
     """
     if device is not None and devices is not None:
         raise ValueError("device= names one device and devices= all; "
@@ -131,18 +137,18 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
 
 
 class _Correct(metrics.EvalMetric):
-    """The share of correct predictions, by `accuracy`."""
+    """The fraction of correct predictions, by `accuracy`."""
 
     def measure(self, labels: Any, preds: Any) -> tuple[int, list[int]]:
         return len(labels), [accuracy(preds, labels)]
 
 
 def _evaluated(name: str, net: Any, data: DataIter,
-               metric: metrics.EvalMetric, wanted: Any, split_f: Callable,
+               metric: metrics.EvalMetric, requested: Any, split_f: Callable,
                batch_axis: int = 0,
                loss: Callable[[Any, Any], Any] | None = None
                ) -> tuple[Any, Any]:
-    """``metric.get()`` of all batches, of all processes, in prediction
+    """Compute ``metric.get()`` over all batches of all ranks, in prediction
     mode."""
     rows, world = 0, distributed.current()
     own = net if isinstance(net, Replicas) else None
@@ -150,43 +156,43 @@ def _evaluated(name: str, net: Any, data: DataIter,
     with using_backend((own.backend if own else backend_for(net)).name) \
             as backend, world.guard(), backend.scope(recording=False,
                                                      training=False):
-        places = _places(net, wanted)
+        places = _places(net, requested)
         network, functions = _network(net), _functions(net, places)
         place = place_of(data) if world.size > 1 else None
         for X, y in map(as_pair, as_rounds(data)):
-            X_shards, y_shards, judge = split_inputs(
+            X_shards, y_shards, loss_fn = split_inputs(
                 X, y, places, split_f, batch_axis,
                 lambda: () if network is None else network.inputs(), loss)
-            # Of replicas one pass, which leaves all devices what it keeps.
+            # One pass for replicas: it updates the copies of all devices.
             outputs = run_on(functions, X_shards) \
                 if own is None or places != own.devices else own(X_shards)
             rows += sum(rows_of(labels, batch_axis) or 0
                         for output, labels in zip(outputs, y_shards)
                         if output is not None)
-            if judge is not None:
+            if loss_fn is not None:
                 outputs = backend.parallel([
-                    partial(_loss, judge, batch_axis, *pair)
+                    partial(_loss, loss_fn, batch_axis, *pair)
                     for pair in zip(outputs, y_shards)])
             for output in outputs:
                 _check_single(output)
             metric.update(y_shards, outputs)
-    # of all processes: each has its rows of the data
-    told = world.gather(name, [rows, place, own and own.digest()])
-    world.batch_taken()     # one that a loop was left with
-    world.check_orders([place for _, place, _ in told],
+    # over all ranks: each has its own examples
+    reports = world.gather(name, [rows, place, own and own.digest()])
+    world.batch_taken()     # left by a loop that ended early
+    world.check_orders([place for _, place, _ in reports],
                        "evaluate on one order of batches")
     if own is not None:
-        own.check_digests([digest for *_, digest in told])
-    if not any(rows for rows, *_ in told):
-        raise ValueError("an evaluation needs one example or more; received "
-                         "none. Use a data iterator that can be gone through "
+        own.check_digests([digest for *_, digest in reports])
+    if not any(rows for rows, *_ in reports):
+        raise ValueError("an evaluation needs at least one example; received "
+                         "none. Use a data iterator that can be iterated "
                          "again, such as a list.")
     return metric.get()
 
 
 def _network(net: Any) -> Any:
-    """The network of replicas, or one of the framework; None for functions,
-    which run where their caller says."""
+    """The network of `Replicas`, or `net` wrapped by its backend; None for
+    functions, which run on the caller's devices."""
     if isinstance(net, Replicas):
         return net.network
     try:
@@ -198,17 +204,17 @@ def _network(net: Any) -> Any:
         raise
 
 
-def _places(net: Any, wanted: Any) -> list[Device]:
+def _places(net: Any, requested: Any) -> list[Device]:
     """The devices that `net` is evaluated on."""
     if isinstance(net, Replicas):
-        return devices_of(net, wanted)
+        return devices_of(net, requested)
     network = _network(net)
-    return as_devices(wanted) if wanted is not None or network is None \
+    return as_devices(requested) if requested is not None or network is None \
         else [as_device(d) for d in network.devices()]
 
 
 def _functions(net: Any, places: list[Device]) -> list[Any]:
-    """What each device calls."""
+    """The callable of each device."""
     if isinstance(net, Replicas):
         return [net[net.devices.index(d)] for d in places]
     if isinstance(net, (list, tuple)):
@@ -223,48 +229,48 @@ def evaluate(replicas: Any, data: DataIter, metric: Any, *,
              loss: Callable[[Any, Any], Any] | None = None,
              split_f: Callable = split_batch, device: Any = None,
              batch_axis: int = 0) -> tuple[Any, Any]:
-    """A metric of a network over all of `data`, in prediction mode.
+    """Compute a metric of a network over `data`, in prediction mode.
 
-    With several processes each gives its rows of the data, and all receive
-    the value over all of them: call it on every rank.
+    In distributed training each rank evaluates its own examples, and every
+    rank receives the value over all ranks: call it on every rank.
 
     Parameters
     ----------
     replicas : Replicas, or another `net` of `evaluate_accuracy_gpus`
     data : iterable of (X, y)
     metric : metric of `mgpu.metrics`, its name, or a list of them
-        Reset first, so it may be used again.
+        Reset first: it may be reused.
     loss : callable, optional
-        For `mgpu.metrics.Loss`: ``loss(output, y)`` for the rows of each
-        device, whose mean it is. Needed by that metric alone.
+        Required by `mgpu.metrics.Loss` alone: ``loss(output, y)`` for the
+        examples of each device. The metric is the mean over all examples.
     split_f : callable
         ``split_f(X, y, devices) -> (X_shards, y_shards)``.
     device : device, optional
-        Use only this one: see `evaluate_accuracy_gpus`.
+        The only device to use: see `evaluate_accuracy_gpus`.
     batch_axis : int
         As in `train_batch`.
 
     Returns
     -------
     (str, float), or lists of them
-        What ``metric.get()`` returns. Training flags and statistics are left
-        as they were.
+        What ``metric.get()`` returns. Training modes and running statistics
+        are unchanged.
 
     Raises
     ------
     ValueError
-        No data; a device that the network is not on; what
-        `EvalMetric.update` refuses.
+        `data` is empty; the network is not on `device`; errors of
+        `EvalMetric.update`.
     TypeError
-        No network, or no metric; `loss` without a metric of losses, or the
-        other way round.
+        `replicas` or `metric` is of another type; `loss` is given without a
+        metric of losses, or missing for one.
     """
     metric = metrics.create(metric)
     if metric.of_outputs != (loss is None):
         raise TypeError(
-            "loss= belongs to the metric Loss, and the outputs to all others; "
-            f"received {metric!r} and loss={loss!r}. Evaluate each kind by "
-            "itself.")
+            "loss= is for the metric Loss, and all others take outputs; "
+            f"received {metric!r} and loss={loss!r}. Evaluate each kind in a "
+            "separate call.")
     return _evaluated(
         "evaluate", replicas, as_batches("data", data), metric,
         None if device is None else [device], split_f, integer(
@@ -282,11 +288,11 @@ def split_inputs(X: Any, y: Any, devices: Sequence[Device], split_f: Callable,
                  batch_axis: int, parameters: Callable[[], Any],
                  loss: Callable[[Any, Any], Any] | None = None
                  ) -> tuple[list[Any], list[Any], Any]:
-    """The inputs and the labels of each device, as `split_f` gives them, and
-    the loss for them; None for each where this process has no rows of a batch
-    that other processes have. Of a dict the network gets the entries that its
-    `parameters` name, and the loss the whole dict, or (without a loss) its
-    entry of labels counts."""
+    """Split a batch with `split_f`. Returns the inputs and the labels of each
+    device, and the loss to call. A shard is None where this rank has no
+    examples of a batch that other ranks have. Of a dict the network gets the
+    entries that its `parameters` name. The loss gets the whole dict; without
+    a loss the entry with the labels is the label."""
     whole = is_whole(X, y)
     if distributed.current().size > 1 and is_empty(as_inputs(X)) \
             and (y is None or is_empty(y)):
@@ -310,8 +316,8 @@ def split_inputs(X: Any, y: Any, devices: Sequence[Device], split_f: Callable,
     return X_shards, y_shards, loss
 
 
-def check_place(replicas: Replicas, device: Any) -> None:
-    """Refuse a device that the replicas are not on (ValueError), as an
+def check_device(replicas: Replicas, device: Any) -> None:
+    """Raise ValueError for a device that the network is not on, as an
     evaluation on it would."""
     with using_backend(replicas.backend.name):
         devices_of(replicas, [device])
@@ -320,7 +326,7 @@ def check_place(replicas: Replicas, device: Any) -> None:
 def _check_single(output: Any) -> None:
     if output is not None and not any(x is output for x in leaves(output)):
         raise TypeError(
-            "a measure is of one array of scores; received a network whose "
+            "a metric expects one array of scores; received a network whose "
             f"output is a {type(output).__name__} of {len(leaves(output))} "
-            "arrays. Choose one: pass devices= and a list of functions, "
+            "arrays. Select one: pass devices= and a list of functions, "
             "lambda x: replicas[i](x)[0] for device i, or update a metric.")

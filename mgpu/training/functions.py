@@ -1,4 +1,4 @@
-"""Recording, backward passes and work on several devices, for both
+"""Autograd functions, array copies and work on several devices, for both
 backends."""
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,21 +18,21 @@ from mgpu.utils.arguments import integer
 
 
 def put(x: Any, device: Any, *, dtype: str | None = None) -> Any:
-    """A fresh copy of `x` on `device`, as a native array.
+    """Copy `x` to `device` as a native array.
 
     Parameters
     ----------
     x : native array, NumPy array, or numbers
     device : device, or a native array on the target device
     dtype : str, optional
-        Otherwise the dtype is kept.
+        Default: the dtype of `x`.
 
     Raises
     ------
     TypeError
-        An array of the other framework.
+        `x` is an array of the other framework.
     ValueError
-        A device that is not there.
+        The device is not available.
     """
     backend = get_backend()
     if not backend.is_native(device):
@@ -41,19 +41,20 @@ def put(x: Any, device: Any, *, dtype: str | None = None) -> Any:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """A copy of a native array on the host. Waits for pending work on it."""
+    """Copy a native array to the host. Waits for pending work on it."""
     return get_backend().to_numpy(x)
 
 
 def attach_grad(x: Any, grad_req: str = "write") -> None:
-    """Make `x` a leaf: `backward` writes its gradient (``"write"``), adds to
-    it (``"add"``), or leaves it as it is (``"null"``)."""
+    """Make `x` a leaf: `backward` overwrites its gradient (``"write"``), adds
+    to it (``"add"``), or leaves it unchanged (``"null"``)."""
     backend = get_backend()
     backend.attach_grad(_native(x, backend), grad_req)
 
 
 def grad(x: Any) -> Any:
-    """The gradient of a leaf, not a copy; zeros before any `backward`."""
+    """Return the gradient of a leaf, not a copy. Zeros before the first
+    `backward`."""
     backend = get_backend()
     return backend.grad(_native(x, backend))
 
@@ -65,44 +66,45 @@ def _native(x: Any, backend: Backend) -> Any:
 
 
 def seed(s: int) -> None:
-    """Start the random streams of the current backend again (dropout masks):
-    one stream per device, so masks are the same for the same devices and
-    the same backend. Weights and data orders have seeds of their own."""
+    """Seed the random number generators of the current backend, as for
+    dropout. Each device has its own generator, so masks are reproducible for
+    the same devices and backend. Initial weights and the order of the data
+    have separate seeds."""
     get_backend().seed(integer("seed", s, 0))
 
 
 def record(train_mode: bool = True) -> AbstractContextManager[None]:
-    """Inside the block operations are recorded for `backward` and layers run
-    in training mode (Gluon's ``autograd.record``). Earlier flags come back
+    """Record operations for `backward` and run layers in training mode inside
+    the block (Gluon's ``autograd.record``). The previous modes are restored
     at its end, also after an error."""
     return get_backend().scope(recording=True, training=train_mode)
 
 
 def no_grad() -> AbstractContextManager[None]:
-    """Inside the block nothing is recorded and layers predict (Gluon's
+    """Disable recording and training mode inside the block (Gluon's
     ``autograd.pause``)."""
     return get_backend().scope(recording=False, training=False)
 
 
 def backward(losses: Any | Sequence[Any]) -> None:
-    """Write the gradients of all leaves that the losses depend on.
+    """Compute the gradients of all leaves of the graphs of `losses`.
 
     Parameters
     ----------
-    losses : native array, or list of them (None entries are passed over)
-        Each is summed over its elements. Losses of different devices run at
-        the same time.
+    losses : native array, or list of them
+        Each is summed over its elements; None entries are skipped. Losses of
+        different devices run in parallel.
 
     Raises
     ------
     RuntimeError
-        A loss that was not computed inside `record`. (PyTorch itself
-        records outside of it too, until `no_grad`: there such a loss of
-        arrays that the user multiplied by hand goes through.)
+        A loss was not computed inside `record`. (PyTorch also records outside
+        `record`, until `no_grad`: a loss computed there from the user's own
+        arrays does not raise.)
     TypeError
-        Something that is not an array of the backend.
+        A loss is not an array of the backend.
     ValueError
-        No loss at all; or each of several losses is the mean over the
+        `losses` is empty; or each of several losses is the mean over the
         examples of one device.
     """
     backend = get_backend()
@@ -116,28 +118,29 @@ def backward(losses: Any | Sequence[Any]) -> None:
                           "Pass what the loss returned.")
     if not losses:
         raise ValueError("backward needs at least one loss; received none. "
-                         "Give some device rows.")
+                         "Pass examples to at least one device.")
     means = [*map(backend.mean_on, losses)] if len(losses) > 1 else [None]
     if None not in means and len(set(means)) > 1:
         raise ValueError(
-            "the losses of several devices are added up, and a sum of means "
+            "the losses of several devices are summed, and a sum of means "
             f"is not the mean; received {len(losses)} means. Pass one value "
             "per example (reduction='none') and Trainer.step(batch size), or "
             "pass the loss function to mgpu.train_batch.")
     with probes.stage("compute", "backward", numbers=numbers):
         backend.backward(losses)
-    distributed.current().sums.settle()
+    distributed.current().sums.synchronize()
 
 
 def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> list[Any]:
-    """``[fn(a[0], b[0], ...), fn(a[1], b[1], ...), ...]``, at the same time.
+    """Call `fn` for each device: ``[fn(a[0], b[0], ...), fn(a[1], b[1], ...),
+    ...]``.
 
-    Number i runs for device i: in a thread of its own on torch, queued on
-    the backend by MXNet. Recording, training and array modes are those of the
-    caller. Waits for all; then the first exception is raised. Inside `fn`,
-    another `parallel` runs one call after the other. Where the first list has
-    None for some devices, as what replicas return has for those without
-    rows, `fn` is not called for them, and the result is None.
+    The calls run in parallel: in one thread per device on torch, in MXNet's
+    own asynchronous queues on MXNet. They inherit the caller's recording,
+    training and array modes. Waits for all calls, then raises the first
+    exception. A `parallel` inside `fn` runs sequentially. Where the first
+    list has None, as outputs of replicas have for a device without examples,
+    `fn` is not called and the result is None.
     """
     if isinstance(per_device[0], NoRows):
         return NoRows(per_device[0])
@@ -153,14 +156,14 @@ def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> list[Any]:
 
 
 def sgd(params: Sequence[Any], lr: float, batch_size: float) -> None:
-    """``p -= lr * grad / batch_size`` in place for each of one device's
-    parameters, then the gradient is set to zero (the book's function).
+    """Update the parameters of one device in place: ``p -= lr * grad /
+    batch_size``, then set the gradients to zero (the book's function).
 
     Raises
     ------
     ValueError
-        A parameter without a gradient, or a batch size that is no finite
-        number above 0. Nothing has changed then.
+        A parameter has no gradient, or `batch_size` is not a finite number
+        above 0. No parameter has changed.
     """
     batch_size = check_batch_size(batch_size)
     backend = get_backend()

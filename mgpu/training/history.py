@@ -70,7 +70,7 @@ class History:
                 else x[:count] for name, x in self.to_dict().items()}
 
     def take(self, lists: Mapping[str, list[Any]]) -> None:
-        """Go on from `of_epochs` of an earlier run."""
+        """Continue the lists of an earlier run (`of_epochs`)."""
         for name in vars(self):
             if name != "devices":
                 getattr(self, name)[:] = lists[name]

@@ -1,4 +1,4 @@
-"""The training loop, once for both backends."""
+"""The training loop, for both backends."""
 import contextlib
 import copy
 import sys
@@ -27,7 +27,7 @@ from mgpu.errors import NonFiniteLoss
 from mgpu.nn.losses import Loss as OwnLoss
 from mgpu.nn.metrics import on_host
 from mgpu.training.callbacks import Calls
-from mgpu.training.evaluation import (check_place, check_scores,
+from mgpu.training.evaluation import (check_device, check_scores,
                                       evaluate_accuracy_gpus)
 from mgpu.training.history import History
 from mgpu.training.progress import ProgressBar
@@ -41,7 +41,7 @@ from mgpu.utils.tensor_files import digest_of
 
 
 def _named(loss: Loss) -> list[Any]:
-    """A loss as processes compare it: its name, and options of mgpu's."""
+    """A loss as ranks compare it: its name, and the options of mgpu's own."""
     return [getattr(loss, "__qualname__", type(loss).__qualname__), {
         name: repr(x) for name, x in vars(loss).items()}
         if isinstance(loss, OwnLoss) else {}]
@@ -49,7 +49,7 @@ def _named(loss: Loss) -> list[Any]:
 
 def _by_example(losses: list[Any], batches: Sequence[tuple[Any, Any]],
                 replicas: Replicas, batch_axis: int) -> list[Any]:
-    """Losses of batches with one number each, once for each example."""
+    """Repeat each loss that is one number once for each example."""
     ops, k = replicas.backend.ops, len(replicas)
     found = list(losses)
     for n, (X, _) in enumerate(batches):
@@ -61,46 +61,46 @@ def _by_example(losses: list[Any], batches: Sequence[tuple[Any, Any]],
     return found
 
 
-def _refuse_copies(world: distributed.World, data: Any, X: Any, y: Any,
+def _check_distinct(world: distributed.World, data: Any, X: Any, y: Any,
                    epoch: int) -> None:
-    """Refuse an epoch that begins with the same rows in two processes."""
+    """Raise ValueError if two ranks begin an epoch with the same examples."""
     if world.size == 1:
         return
     own = prefetching.place_of(data)
-    told = world.gather("the first batch of an epoch", [
+    reports = world.gather("the first batch of an epoch", [
         _digest(X, y) if own is None else None, own])
-    world.check_orders([place for _, place in told],
+    world.check_orders([place for _, place in reports],
                        f"train on one order of batches, in epoch {epoch + 1}")
     seen: dict[str, int] = {}
-    for rank, (digest, _) in enumerate(told):
+    for rank, (digest, _) in enumerate(reports):
         if digest is None:
             continue
         if digest in seen:
             raise ValueError(
-                "each process trains on its own rows; received the same "
+                "each rank trains on its own examples; received the same "
                 f"first batch on ranks {seen[digest]} and {rank} in epoch "
-                f"{epoch + 1}, so that its rows would count twice. Take "
+                f"{epoch + 1}, so that its examples would count twice. Use "
                 "mgpu.datasets.IndexedIterator(dataset, batch_size), which "
-                "gives each process its rows, or a DataLoader with torch's "
-                "DistributedSampler.")
+                "shards the examples over the ranks, or a DataLoader with "
+                "torch's DistributedSampler.")
         seen[digest] = rank
 
 
 def _digest(X: Any, y: Any) -> str | None:
-    """Of all values in a batch; None where it has no rows, or is nothing
-    that has any."""
+    """A digest of all values in a batch; None for an empty batch, and for
+    objects without arrays."""
     try:
         return None if is_empty(as_inputs(X)) else repr([
             (x.dtype, x.shape, digest_of(x))
             for x in map(on_host, arrays_in((X, y)))])
-    except (TypeError, ValueError, RuntimeError):   # the step says more
+    except (TypeError, ValueError, RuntimeError):   # the step raises
         return None
 
 
 def _grouped(batches: Iterable[Any], count: int) -> Iterator[list[Any]]:
-    """`count` batches at a time; at the end those that are there. Copies, of
-    several: an iterable may fill the arrays of one batch anew for the
-    next."""
+    """Group `count` batches at a time; the last group may be smaller. Batches
+    of a larger group are copied: an iterable may reuse the arrays of one
+    batch for the next."""
     backend, source = get_backend(), iter(batches)
 
     def copied(x: Any) -> Any:
@@ -113,14 +113,14 @@ def _grouped(batches: Iterable[Any], count: int) -> Iterator[list[Any]]:
 
 @dataclass
 class Loop:
-    """The epochs of a training.
+    """The epochs of a training run.
 
     Parameters
     ----------
     step : callable
-        Takes a list of `accumulate` batches, and returns the losses.
+        Trains on a list of `accumulate` batches, and returns the losses.
     stop : Stop
-        May end the training between two steps.
+        May end the training between steps.
     folder : Folder, optional
         For checkpoints.
     calls : Calls
@@ -159,21 +159,21 @@ class Loop:
         self._backend, self._world = get_backend(), distributed.current()
         self._history = History([name for names in self._world.gather(
             "train", list(map(str, self.devices))) for name in names])
-        #: losses that are not read: the epoch, the rows, arrays
+        #: steps whose losses have not been read: epoch, examples, arrays
         self._waiting: deque[tuple[int, int, list[Any]]] = deque()
-        self._done = 0                  # whole epochs
-        self._sizes: list[int] = []     # rows of the steps of this epoch
-        self._joined = 0                # of them, those of all processes
-        self._over = False              # a callback has ended it
+        self._done = 0                  # complete epochs
+        self._sizes: list[int] = []     # examples of each step of this epoch
+        self._joined = 0                # steps whose sizes are of all ranks
+        self._over = False              # a callback has stopped the training
 
     def run(self) -> History:
-        """Train to the end."""
-        # The scope is for Ctrl-C, which may come while one inside it ends.
+        """Train until the last epoch, or a stop."""
+        # The scope covers Ctrl-C while an inner block exits.
         try:
             with self._world.guard(), self._backend.scope(), self.stop:
                 self._run()
         except BaseException as error:
-            with contextlib.suppress(AttributeError, TypeError):    # no place
+            with contextlib.suppress(AttributeError, TypeError):    # slots
                 error.history = self._history   # type: ignore[attr-defined]
             raise
         give_back()
@@ -208,9 +208,9 @@ class Loop:
                 self._draw(epoch + 1)
 
     def _epoch(self, bar: ProgressBar) -> None:
-        """What is left of an epoch."""
+        """Run the rest of an epoch."""
         backend, history, sizes = self._backend, self._history, self._sizes
-        folder, used = self.folder, len(sizes)     # by the run before
+        folder, used = self.folder, len(sizes)     # by the resumed run
         rest = self._batches if folder is None \
             else folder.rest(self._batches, used * self.accumulate)
         backend.synchronize(self.devices)
@@ -220,7 +220,7 @@ class Loop:
                               self.accumulate):
             if len(sizes) == used:
                 X, y = group[0]
-                _refuse_copies(self._world, self._batches, X, y, self._done)
+                _check_distinct(self._world, self._batches, X, y, self._done)
             self._over = self._queue(group)
             for _ in group:
                 bar.advance()
@@ -233,10 +233,10 @@ class Loop:
                 self._save()
         if not sizes:
             raise ValueError(
-                "train_iter must give a batch or more in each epoch; "
+                "train_iter must yield at least one batch in each epoch; "
                 f"received none in epoch {self._done + 1}. Use an iterable "
-                "that can be gone through again, such as a list.")
-        self._settle(down_to=0)
+                "that can be iterated again, such as a list.")
+        self._read_losses(down_to=0)
         backend.synchronize(self.devices)
         self._join()
         seconds = time.perf_counter() - begin
@@ -246,7 +246,7 @@ class Loop:
             history.loss_per_step[first:], weights=sizes)))
         for name, x in (self.weights() if self.weights else {}).items():
             if not np.isfinite(backend.to_numpy(x)).all():
-                self._refuse(f"weights {name!r}", "NaN or infinity after "
+                self._raise(f"weights {name!r}", "NaN or infinity after "
                              f"epoch {self._done + 1}")
         note = f"loss {history.train_loss[-1]:.3f}"
         if self.evaluate is not None:
@@ -254,7 +254,7 @@ class Loop:
                 accuracy = float(self.evaluate())
             self._world.agree("train: the result of evaluate", {
                 "accuracy": repr(accuracy)},
-                "Let evaluate return a number that all ranks have found "
+                "Let evaluate return a number that the ranks computed "
                 "together, as evaluate_accuracy_gpus does.")
             history.test_acc.append(accuracy)
             note += f", test acc {accuracy:.3f}"
@@ -267,20 +267,20 @@ class Loop:
         self.stop.check()
 
     def _queue(self, group: list[Any]) -> bool:
-        """A step; whether a callback asks for the end."""
+        """Queue a step. Returns whether a callback stops the training."""
         losses = self.step(group)
         rows = sum(len(loss) for loss in losses if loss is not None)
         self._waiting.append((self._done, rows, losses))
         self._sizes.append(rows)
         ended = self._call("on_step", losses)
-        del losses      # or they would outlive their settlement
-        self._settle(down_to=self.max_inflight - 1)
+        del losses      # or they would stay alive while their values are read
+        self._read_losses(down_to=self.max_inflight - 1)
         if self.max_inflight == 1:
             self._backend.synchronize(self.devices)
         return ended
 
-    def _settle(self, down_to: int) -> None:
-        """Read losses until so many steps are waiting."""
+    def _read_losses(self, down_to: int) -> None:
+        """Read losses until `down_to` steps are unread."""
         while len(self._waiting) > down_to:
             epoch, rows, losses = self._waiting.popleft()
             total = sum(float(self._backend.to_numpy(loss).astype(
@@ -288,29 +288,29 @@ class Loop:
             steps = self._history.loss_per_step
             steps.append(total / rows if rows else 0.0)
             if not np.isfinite(total):
-                self._refuse("loss", f"{total / rows} in step {len(steps)} "
+                self._raise("loss", f"{total / rows} in step {len(steps)} "
                              f"(epoch {epoch + 1})")
 
-    def _refuse(self, what: str, received: str) -> None:
+    def _raise(self, what: str, received: str) -> None:
         raise NonFiniteLoss(
             f"the {what} must be finite; received {received} on "
             f"{self.devices}. Lower the learning rate, clip the gradients, "
-            "or look for bad data.")
+            "or check the data.")
 
     def _join(self) -> None:
-        """Losses and rows of all steps so far are those of all processes."""
-        self._settle(down_to=0)
+        """Exchange the losses and sizes of new steps with all ranks."""
+        self._read_losses(down_to=0)
         sizes, steps = self._sizes, self._history.loss_per_step
         new = range(self._joined, len(sizes))
         self._joined = len(sizes)
         if self._world.size > 1 and new:
             at = len(steps) - len(sizes)
-            told = self._world.gather("the losses of an epoch", [
+            reports = self._world.gather("the losses of an epoch", [
                 [steps[at + i] for i in new], [sizes[i] for i in new]])
             for n, i in enumerate(new):
-                sizes[i] = sum(rows[n] for _, rows in told)
+                sizes[i] = sum(rows[n] for _, rows in reports)
                 steps[at + i] = sum(means[n] * rows[n]
-                                    for means, rows in told) / sizes[i]
+                                    for means, rows in reports) / sizes[i]
 
     def _save(self) -> None:
         if self.folder is not None and (self.folder.midway
@@ -320,7 +320,7 @@ class Loop:
                              self._sizes, *self.calls.state())
 
     def _call(self, hook: str, losses: Any = None) -> bool:
-        """Call the callbacks; returns whether they ask for the end."""
+        """Call the callbacks. Returns whether one stops the training."""
         return self.calls.call(
             hook, self._history, self._done + (losses is not None),
             self.num_epochs,
@@ -342,58 +342,56 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
                  progress: bool = False, animator: Any = None,
                  description: str = "", prefetch: int = 0,
                  max_inflight: int = 2) -> History:
-    """The loop around any step, from scratch or not.
+    """Run a training loop around any step function.
 
     Parameters
     ----------
     step : callable
-        ``step(X, y)`` trains on one batch and returns the losses of its
-        rows, a list with one native array (or None) per device. `y` is None
-        where a batch is a dict, `X`.
+        ``step(X, y)`` trains on one batch. Returns the losses of its
+        examples: a list with one native array (or None) per device. `y` is
+        None where the batch `X` is a dict.
     train_iter : iterable of (X, y), or of dicts
     num_epochs : int
     devices : sequence of Device
     evaluate : callable, optional
-        The test accuracy; called after each epoch, outside the timed lap.
+        Returns the test accuracy. Called after each epoch; not timed.
     weights : callable, optional
-        The parameters by name, native arrays of one device, to be checked
-        after each epoch. MXNet's ReLU and max-pooling layers turn a NaN into
-        a number, so a loss can be finite over weights that are not.
+        Returns the parameters by name, native arrays on one device. They are
+        checked for NaN and infinity after each epoch. MXNet's ReLU and
+        max-pooling layers turn a NaN into a number, so the loss can be finite
+        with parameters that are not.
     progress : bool
-        Draw a bar (tqdm; without the package there is none).
+        Draw a progress bar, if tqdm is installed.
     animator : mgpu.d2l.Animator, optional
         Gets (epoch, [train loss, test accuracy]).
     prefetch : int
-        Batches that a thread draws ahead (`mgpu.prefetch`); 0: each batch
-        is drawn when the step before it has been queued. That is the
-        default because a thread that draws takes Python time, and on CPU
-        devices a core, from the steps: it pays where drawing is slow.
+        Batches that a thread loads ahead (`mgpu.prefetch`). 0, the default:
+        each batch is loaded after the previous step has been queued. A
+        loading thread takes Python time, and on CPU devices a core, from the
+        steps: it pays off where loading is slow.
     max_inflight : int
         Steps that may be queued with their losses unread, 1 or more. Before
-        another one is, the losses of the oldest are read, which waits for
-        its forward pass (and all steps before it), and let go: that bounds
-        the memory. 1: all work of a step is waited for before the next is
-        queued, as by the ``waitall`` in the book's section "Training on
-        Multiple GPUs". What happens without it, and how two steps may
-        overlap, is an exercise of its section "Concise Implementation for
-        Multiple GPUs": 2 is the answer. The numbers do not depend on it.
-        Steps overlap on devices with a queue, GPUs. On CPU devices a step
-        ends when its weights are there, also on MXNet.
+        the next step is queued, the losses of the oldest one are read, which
+        waits for its forward pass and for all steps before it, and then
+        freed. This bounds the memory. 1: wait for all work of a step before
+        the next is queued, as the ``waitall`` in the book's section "Training
+        on Multiple GPUs". The results do not depend on it. Steps overlap on
+        devices with a queue, GPUs. On CPU devices a step ends when its
+        parameters are updated, also on MXNet.
 
     Raises
     ------
     NonFiniteLoss
-        A loss that is NaN or infinite, naming its step; it is read when
-        ``max_inflight - 1`` more steps of the epoch have been queued, so
-        that checking costs no wait, and they have run by then. Or a weight,
-        after an epoch.
+        A loss is NaN or infinite; the message has its step. It is read after
+        ``max_inflight - 1`` more steps of the epoch were queued, which have
+        run by then: the check does not wait. Or a parameter, after an epoch.
     ValueError
-        No batch in an epoch, a number of epochs or of steps below 1, or of
-        batches below 0. With several processes: an epoch that begins with
-        the same rows in two of them.
+        An epoch without batches; `num_epochs` or `max_inflight` below 1;
+        `prefetch` below 0. In distributed training: an epoch that begins with
+        the same examples on two ranks.
     BaseException
-        Whatever ends the loop early, Ctrl-C too, has as its attribute
-        `history` what was measured until then.
+        Every exception that ends the loop, KeyboardInterrupt included, has an
+        attribute `history` with the measurements so far.
     """
     return Loop(lambda batches: step(*batches[0]), train_iter, num_epochs,
                 devices, Stop(distributed.current(), False), Calls(),
@@ -422,66 +420,71 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
           batch_axis: int = 0) -> History:
     """Train and evaluate on all devices of `replicas`.
 
-    While it runs, SIGTERM lets the step end, and ends the training with the
-    exit status 143 (SystemExit); so does Ctrl-C, with KeyboardInterrupt,
-    where there is a `checkpoint_dir`. A checkpoint is written before. With
-    several processes all ranks stop after the same step. Signals that the
-    program handles itself stay with it.
+    On SIGTERM the step ends, a checkpoint is written, and the training exits
+    with status 143 (SystemExit). With `checkpoint_dir` Ctrl-C does the same
+    and raises KeyboardInterrupt. In distributed training all ranks stop after
+    the same step. Signals with a handler of the program's are not caught.
 
     Parameters
     ----------
     replicas, loss, trainer, split_f
         As in `train_batch`.
     train_iter, test_iter : iterables of (X, y), or of dicts
-        Anything that can be gone through once per epoch: those of
-        `mgpu.datasets`, a torch or a Gluon DataLoader, a DataIter of MXNet
-        (``mx.io.NDArrayIter``), which is reset before each epoch; rows that
-        fill up its last batch are left out. `test_iter` may be None. With it
-        the network gives scores (n, classes), two or more.
+        Iterables that can be iterated once per epoch: `mgpu.datasets`, a
+        torch or a Gluon DataLoader, or a DataIter of MXNet
+        (``mx.io.NDArrayIter``), which is reset before each epoch and whose
+        padding is dropped. `test_iter` may be None. With it the network must
+        return scores (n, classes), with at least two classes.
     num_epochs : int
     device : device, optional
-        Evaluate only there (default: on all devices).
+        Evaluate on this device only. Default: all devices.
     progress : bool
-        Draw a progress bar, where tqdm is installed and standard error is a
+        Draw a progress bar, if tqdm is installed and standard error is a
         terminal or a notebook.
     animator : mgpu.d2l.Animator, optional
     prefetch, max_inflight : int
-        Batches drawn ahead, and steps queued: see `train_epochs`.
+        Batches loaded ahead, and steps queued: see `train_epochs`.
     evaluate : callable, optional
-        In the place of `test_iter`: a measure of your own, called after each
-        epoch; `History.test_acc` has what it returns.
+        Called after each epoch in place of `test_iter`. Its return value, a
+        number, goes into `History.test_acc`.
     checkpoint_dir : path, optional
-        Write a checkpoint into this folder, which is made if it is not
-        there, after each epoch: ``step-00000012.safetensors`` after 12
-        steps. See `save_checkpoint`.
+        Write a checkpoint into this directory after each epoch, for example
+        ``step-00000012.safetensors`` after 12 steps. It is created if it does
+        not exist. See `save_checkpoint`.
     resume : {None, "auto"}
-        "auto": go on from the newest checkpoint in the folder, history
-        included, or from the one before it where that one is damaged
-        (RuntimeWarning); begin where there is none. Times in the history
-        are those that each run has measured.
+        "auto": resume from the newest checkpoint in the directory, history
+        included. If it is corrupt, warn (RuntimeWarning) and use the one
+        before it. If there are no checkpoints, start a new run. Each run
+        measures its own times in the history.
     keep : int
-        How many checkpoints stay, the newest; 1 or more.
+        Number of newest checkpoints to keep, 1 or more.
     checkpoint_every : int, optional
-        Write one after every so many steps too. On MXNet a run with random
-        numbers in it (dropout) is bit-equal to those that save at the same
-        steps.
+        Write a checkpoint after every `checkpoint_every` steps too. On MXNet
+        a run with random numbers (dropout) is bit-equal to runs that save at
+        the same steps.
     resume_seed : int, optional
-        Begin new random streams where the checkpoint is resumed, on other
-        devices or another backend: `seed` of `load_checkpoint`.
+        Seed the random number generators after resuming on other devices or
+        another backend: `seed` of `load_checkpoint`.
     accumulate : int
-        So many batches are one step, as of all their rows together (a loss
-        that is one number is averaged over the batches); the last step of an
-        epoch takes those that are left. The passes are theirs: batch norm
-        and dropout see one batch after the other. The batches of a step are
-        drawn before it. The history counts steps, and
-        so does `checkpoint_every`. A run is resumed with the same number.
+        Number of batches of one step, whose gradients equal those of one
+        large batch. A loss that is one number is averaged over the batches.
+        The last step of an epoch takes the remaining batches. Batch norm and
+        dropout see each batch separately. The batches of a step are loaded
+        before it. The history and `checkpoint_every` count steps. Resume a
+        run with the same number.
     clip_norm : float, optional
         As in `train_batch`.
     callbacks : list
-        What is called after steps and epochs, and may end the training: see
-        `mgpu.callbacks`. Their states are in the checkpoints.
+        Called after steps and epochs; they may stop the training: see
+        `mgpu.callbacks`. Checkpoints hold their states.
     batch_axis : int
         As in `train_batch`.
+
+    Returns
+    -------
+    History
+        If a callback stops the training within an epoch, `loss_per_step` has
+        the steps of that epoch, and the other lists do not have the epoch.
 
     Returns
     -------
@@ -495,42 +498,42 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
         See `train_epochs`.
     CheckpointCorrupt, OSError, ValueError
         See `load_checkpoint` and `save_checkpoint`. FileExistsError: the
-        folder holds checkpoints, and `resume` is None. BlockingIOError:
-        another training runs in it. ValueError: batches that two threads
-        would draw ahead, one from the other (`prefetch`, `mgpu.prefetch`).
+        directory holds checkpoints, and `resume` is None. BlockingIOError:
+        another training uses it. ValueError: both `prefetch` and
+        `mgpu.prefetch` load batches ahead.
     ValueError
-        `test_iter` and an output that is no scores (n, classes), with the
-        first batch (a tuple of arrays is refused after the epoch: in
-        prediction it may be one; so are batches of `test_iter` whose
-        labels are not known); `test_iter` and `evaluate`; a generator, for
-        several epochs. Nothing has changed.
+        With `test_iter`, an output other than scores (n, classes): with the
+        first batch, or for a tuple of arrays after the first epoch, because
+        it may be one array in prediction mode. Batches of `test_iter` without
+        known labels: after the first epoch. Both `test_iter` and `evaluate`.
+        A generator, for several epochs. Nothing has changed.
     """
     check_pair(replicas, trainer)
     check_loss(loss)
     if not (evaluate is None or callable(evaluate)):
-        raise TypeError("evaluate is a function; received "
+        raise TypeError("evaluate must be callable; received "
                         f"{type(evaluate).__name__}.")
     if device is not None:
-        check_place(replicas, device)
+        check_device(replicas, device)
     for what, data in (("train_iter", train_iter), ("test_iter", test_iter)):
-        # What Python gives once. Iterators of other classes may begin anew.
+        # Generators and iterators of Python end. Other classes may restart.
         if isinstance(data, Iterator) and integer(
                 "num_epochs", num_epochs, 1) > 1 and type(data).__module__ in (
                 "builtins", "itertools"):
             raise ValueError(
-                f"{what} is gone through in each epoch; received a "
-                f"{type(data).__name__}, which gives its batches once, for "
+                f"{what} must be iterable once per epoch; received a "
+                f"{type(data).__name__}, which yields its batches once, for "
                 f"{num_epochs} epochs. Pass a list, or a data loader.")
     score: Loss = loss
     if test_iter is not None:
         as_batches("test_iter", test_iter)
-        if isinstance(test_iter, (list, tuple, str)):   # others may run out
+        if isinstance(test_iter, (list, tuple, str)):   # others may exhaust
             for batch in test_iter[:1]:
                 as_pair(batch)
         if evaluate is not None:
             raise ValueError(
-                "evaluate is called in the place of test_iter; received "
-                "both. Pass test_iter=None, and use the test data in the "
+                "evaluate replaces test_iter; received both. "
+                "Pass test_iter=None, and use the test data in the "
                 "function.")
 
         def score(output: Any, y: Any) -> Any:
@@ -546,7 +549,7 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
         nonlocal score
         losses = train_batches(batches, replicas, score, trainer, split_f,
                                clip_norm=clip_norm, batch_axis=batch_axis)
-        score = loss        # the first output tells
+        score = loss        # checked with the first output
         return _by_example(losses, batches, replicas, batch_axis)
 
     def weights() -> dict[str, Any]:
@@ -566,8 +569,8 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
                         (resume, resume_seed, num_epochs))
     elif (resume, checkpoint_every, resume_seed) != (None, None, None):
         raise ValueError(
-            "resume, checkpoint_every and resume_seed go with checkpoint_dir; "
-            "received none. Name a folder for the checkpoints.")
+            "resume, checkpoint_every and resume_seed require checkpoint_dir; "
+            "received none. Pass a directory for the checkpoints.")
     if world.size > 1:
         world.agree("mgpu.train", {
             "num_epochs": num_epochs, "loss": _named(loss),

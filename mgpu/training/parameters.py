@@ -1,4 +1,4 @@
-"""Parameters: of a network on several devices, and lists of arrays."""
+"""Parameters of a network on several devices, and lists of arrays."""
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,10 +14,10 @@ __all__ = ["BUFFERS", "Parameter", "STATISTICS", "get_params"]
 
 
 def get_params(params: Any, device: Any, grad_req: str = "write") -> Any:
-    """Copy parameters to a device, each with a zero gradient attached.
+    """Copy parameters to a device and attach zero gradients.
 
     The book's function ("Training on Multiple GPUs"), for networks written
-    by hand.
+    as functions of their parameters.
 
     Parameters
     ----------
@@ -33,9 +33,9 @@ def get_params(params: Any, device: Any, grad_req: str = "write") -> Any:
     Raises
     ------
     TypeError
-        `params` is one array, or an array of the other framework.
+        `params` is a single array, or holds an array of the other framework.
     ValueError
-        A device that is not there, or another `grad_req`.
+        The device is not available, or `grad_req` is unknown.
     """
     backend, (device,) = get_backend(), as_devices([device])
     messages.check_grad_req(grad_req)
@@ -51,11 +51,11 @@ def get_params(params: Any, device: Any, grad_req: str = "write") -> Any:
     return copies if named is params else list(copies.values())
 
 
-def _multiplier(place: int) -> Any:
-    """An entry of `Parameter.multipliers`, which may be set."""
+def _multiplier(index: int) -> Any:
+    """A settable entry of `Parameter.multipliers`."""
     def set_own(parameter: "Parameter", factor: float) -> None:
-        parameter.own_multipliers[place] = factor
-    return property(lambda parameter: parameter.multipliers()[place], set_own)
+        parameter.own_multipliers[index] = factor
+    return property(lambda parameter: parameter.multipliers()[index], set_own)
 
 
 class Parameter:
@@ -70,27 +70,27 @@ class Parameter:
     kind : str
         weight, bias, gamma, beta, running_mean, running_var or other.
     grad_req : str
-        ``"write"``, ``"add"`` or ``"null"`` (frozen). May be set, once the
-        parameter has values: from the next forward pass on.
-        ValueError for another word, or for a buffer.
+        ``"write"``, ``"add"`` or ``"null"`` (frozen). It may be set when the
+        parameter has values, and applies from the next forward pass. Setting
+        it raises ValueError for another value, or for a buffer.
     number : int
-        Its place among the network's parameters and buffers.
+        The index among the network's parameters and buffers.
     spec : mgpu.backends.base.Spec
-        What the backend knows of it.
+        The backend's description.
     lr_mult, wd_mult : float
-        What its learning rate and weight decay are multiplied by: those of
-        Gluon's own Parameter, as they are now, until they are set here.
+        Factors of learning rate and weight decay: those of Gluon's own
+        Parameter until they are set here.
     """
 
     def __init__(self, replicas: "Replicas", number: int, spec: base.Spec):
         self._replicas, self.number, self.spec = replicas, number, spec
         self.name, self.kind = spec.name, spec.kind
-        #: lr_mult and wd_mult where they have been set here
+        #: lr_mult and wd_mult that have been set here
         self.own_multipliers: dict[int, float] = {}
 
     @property
     def replicas(self) -> "Replicas":
-        """Those that it is a parameter of."""
+        """The `Replicas` of this parameter."""
         return self._replicas
 
     def __repr__(self) -> str:
@@ -99,7 +99,7 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """None until it is known (deferred or lazy layers)."""
+        """None until known (deferred or lazy layers)."""
         if self.kind in BUFFERS and self.spec.shape is not None:
             self.refit()
         return self.spec.shape
@@ -109,8 +109,8 @@ class Parameter:
         return self.spec.dtype
 
     def refit(self) -> None:
-        """A forward pass may have put a buffer of another shape or dtype in
-        the place of this one."""
+        """Update shape and dtype: a forward pass may replace a buffer by one
+        of another shape or dtype."""
         x = self._replicas.network.array(self.number)
         if tuple(x.shape) != self.spec.shape:
             spec = self._replicas.network.specs()[self.number]
@@ -143,41 +143,41 @@ class Parameter:
     def list_devices(self) -> list[Device]:
         return list(self._replicas.devices)
 
-    #: Gluon's word
+    #: Gluon's name
     list_ctx = list_devices
 
     def list_data(self) -> list[Any]:
-        """The network's own native array, then a copy for each other device,
-        which the next pass overwrites. A copy has the network's value; of a
-        running statistic, the device's own."""
+        """Return the network's own native array, then a copy for each other
+        device, which the next pass overwrites. A copy has the network's
+        value; for a running statistic, the device's own."""
         self._replicas.check_complete()
         return self._replicas.network.arrays(self.number)
 
     def list_grad(self) -> list[Any]:
-        """The network's own gradient, the sum over all devices, then a copy
-        of it on each other device. ValueError for a frozen parameter or a
-        buffer: they have none."""
+        """Return the network's own gradient, the sum over all devices, then a
+        copy on each other device. Raises ValueError for a frozen parameter or
+        a buffer."""
         return [self.grad(device) for device in self._replicas.devices]
 
     def data(self, device: Any = None, *, ctx: Any = None) -> Any:
-        """The network's own array; on another device than the first, what
-        `list_data` has there. `ctx` is Gluon's word for `device`.
+        """Return the network's own array; on another device than the first,
+        the array of `list_data`. `ctx` is Gluon's name for `device`.
 
         Raises
         ------
         RuntimeError
             The parameter is not on that device, or has no values yet.
         """
-        place = self.place(device if ctx is None else ctx)
-        if place:
-            return self.list_data()[place]
+        index = self.device_index(device if ctx is None else ctx)
+        if index:
+            return self.list_data()[index]
         self._replicas.check_complete()
         return self._replicas.network.array(self.number)
 
     def grad(self, device: Any = None, *, ctx: Any = None) -> Any:
-        """The gradient, on another device than the first a copy; raises as
-        `data` and `list_grad` do."""
-        place = self.place(device if ctx is None else ctx)
+        """Return the gradient, on another device than the first a copy.
+        Raises as `data` and `list_grad` do."""
+        index = self.device_index(device if ctx is None else ctx)
         if self.grad_req == "null":
             raise ValueError(
                 f"parameter {self.name!r} has no gradient; its grad_req is "
@@ -185,28 +185,28 @@ class Parameter:
                 "'write' on a parameter before the forward pass.")
         backend = self._replicas.backend
         own = backend.grad(self.data())
-        if not place:
+        if not index:
             return own
         with backend.scope(recording=False):
-            return backend.put(own, self._replicas.devices[place])
+            return backend.put(own, self._replicas.devices[index])
 
-    def place(self, device: Any) -> int:
-        """The number of `device` among this parameter's devices (None: the
-        first); RuntimeError for another device."""
+    def device_index(self, device: Any) -> int:
+        """The index of `device` among this parameter's devices (None: the
+        first). Raises RuntimeError for another device."""
         if device is None:
             return 0
         device, holders = as_device(device), self._replicas.devices
         if device not in holders:
             raise RuntimeError(
                 f"parameter {self.name!r} is not initialized on {device}; it "
-                f"lives on {holders}. Read it there, or initialize the "
-                f"network on a list with {device}.")
+                f"is on {holders}. Read it there, or initialize the "
+                f"network on devices that include {device}.")
         return holders.index(device)
 
     def set_data(self, value: Any) -> None:
-        """Write `value` (NumPy or native, of this shape) to the network,
-        rounded to the parameter's dtype. ValueError for another shape;
-        nothing has changed then."""
+        """Write `value` (NumPy or native, of this shape) to the network, cast
+        to the parameter's dtype. Raises ValueError for another shape; nothing
+        has changed."""
         self._replicas.check_complete()
         if not hasattr(value, "shape"):
             value = np.array(value)
@@ -218,8 +218,8 @@ class Parameter:
             self.write(value)
 
     def write(self, value: Any) -> None:
-        """Write `value`, of this shape or, for a buffer, with one more axis
-        of the devices at the front; inside a scope that does not record."""
+        """Write `value`, of this shape or, for a buffer, with an additional
+        leading axis of the devices. Requires a scope that does not record."""
         backend, network = self._replicas.backend, self._replicas.network
         x = network.array(self.number)
         if len(value.shape) > len(x.shape):
@@ -244,7 +244,8 @@ class Parameter:
         backend.mark_used(x)
 
     def put_grad(self, value: np.ndarray, used: bool) -> None:
-        """Write the gradient; not `used`: as a backward pass does."""
+        """Write the gradient; with `used` it counts as applied, else as that
+        of a new backward pass."""
         backend, x = self._replicas.backend, self.data()
         with backend.scope(recording=False):
             backend.grad(x)[...] = backend.put(value, x)

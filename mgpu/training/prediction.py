@@ -1,4 +1,4 @@
-"""Predictions of a network on several devices: rows in, rows out."""
+"""Predictions of a network on several devices."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from mgpu.training.replicas import Replicas
 
 
-def devices_of(replicas: "Replicas", wanted: Sequence[Any] | None
+def devices_of(replicas: "Replicas", requested: Sequence[Any] | None
                ) -> list[Device]:
-    """The devices of `replicas`, or those that are `wanted`; ValueError if
-    the network is not there."""
-    devices = replicas.devices if wanted is None else as_devices(wanted)
+    """The devices of `replicas`, or the `requested` ones. Raises ValueError
+    if the network is not on one of them."""
+    devices = replicas.devices if requested is None else as_devices(requested)
     absent = [place for place in devices if place not in replicas.devices]
     if absent:
         raise ValueError(f"the network is on {replicas.devices}; received "
-                         f"{absent}. Use it where it is.")
+                         f"{absent}. Pass one of its devices.")
     return devices
 
 
 def run_on(functions: Sequence[Callable[..., Any]], shards: Sequence[Any]
            ) -> list[Any]:
-    """What each of `functions` gives for the shard of its device; None where
-    that has no rows."""
+    """Call each function with the shard of its device; None for a shard
+    without examples."""
     calls = [(lambda: None) if is_empty(inputs) else forward_call(run, inputs)
              for run, inputs in zip(functions, map(as_inputs, shards))]
     return get_backend().parallel(calls)
@@ -51,18 +51,18 @@ def predict(replicas: "Replicas", X: Any, batch_size: int | None = None,
         for batch in _batches(X, batch_size, replicas.network.inputs):
             rows = sorted(set(row_counts(batch)))
             if rows == [0] and replicas.span.wide:
-                continue    # other processes have rows of this batch
+                continue    # other ranks have examples of this batch
             if len(rows) != 1 or not rows[0] or is_empty(as_inputs(batch)):
                 raise ValueError(
-                    "a prediction is of arrays with one row or more, as many "
-                    "in each; received "
+                    "predict expects arrays with the same number of examples, "
+                    "at least one; received "
                     f"{' or '.join(map(str, rows)) or 'none'}. Pass an array, "
                     "a tuple or dict of arrays, or batches of them.")
             check_lists(batch, None, rows[0])
             if isinstance(batch, Mapping) and not isinstance(batch, Kwargs):
-                # As in `evaluate`: what forward names goes to it.
+                # As in `evaluate`: forward gets the entries that it names.
                 choice = choose(batch, replicas.network.inputs())
-                choice.check(["label", "labels"], "a measure")
+                choice.check(["label", "labels"], "a metric")
                 batch = choice.take(batch)
             shards = split_and_load(batch, places, 0, False)
             outputs = replicas(shards) if places == replicas.devices \
@@ -75,8 +75,8 @@ def predict(replicas: "Replicas", X: Any, batch_size: int | None = None,
         if len(parts) > 1 and first is not None:
             _check_rows(run, *first, columns, places[:1])
     if not parts:
-        raise ValueError("a prediction needs one row or more; received no "
-                         "batch. Use an iterable that can be gone through "
+        raise ValueError("predict needs at least one example; received no "
+                         "batch. Use an iterable that can be iterated "
                          "again, such as a list.")
     joined = map(np.concatenate, columns)
     return map_leaves(lambda _: next(joined), parts[0])
@@ -106,16 +106,15 @@ def _inputs(batch: Any, parameters: Callable[[], Any]) -> Any:
 
 def _batches(X: Any, batch_size: int | None, parameters: Callable[[], Any]
              ) -> Iterator[Any]:
-    """What the network is called with, one after the other; `parameters`:
-    those of its forward."""
+    """The inputs of each pass; `parameters`: those of forward."""
     if isinstance(rounds := as_rounds(X), Rounds):
         X = rounds.inputs()
     rows = row_counts(X)
     if not rows and not isinstance(X, (list, tuple, dict)):
         if batch_size is not None or not hasattr(X, "__iter__"):
             raise TypeError(
-                "predict takes arrays, which batch_size cuts, or an iterable "
-                f"of batches as they are; received {type(X).__name__} and "
+                "predict expects arrays, or an iterable of batches without "
+                f"batch_size; received {type(X).__name__} and "
                 f"batch_size={batch_size}. Pass one or the other.")
         for batch in X:
             yield _inputs(batch, parameters)
@@ -123,25 +122,25 @@ def _batches(X: Any, batch_size: int | None, parameters: Callable[[], Any]
         yield X
     else:
         check_lists(X, None, rows[0])
-        # Row by row as batches come: no copy of all.
+        # One batch at a time, without a copy of all.
         for begin in range(0, max(rows[0], 1), batch_size):
             end = min(begin + batch_size, rows[0])
             yield cut_rows(X, [(begin, end)])[0]
 
 
 def _on_host(output: Any, rows: int) -> Any:
-    """`output` of a device in NumPy, which has a row for each of `rows`."""
+    """Copy `output` of a device to NumPy; it has `rows` examples."""
     backend = get_backend()
     for x in leaves(output):
         if not backend.is_native(x):
             raise TypeError(
-                "a prediction is an array, or arrays in tuples, lists and "
-                f"dicts; received a {type(x).__name__} in the output. Return "
+                "predict expects outputs that are arrays, or tuples, lists or "
+                f"dicts of arrays; received a {type(x).__name__}. Return "
                 "arrays in prediction mode, or call replicas(shards).")
         if tuple(x.shape[:1]) != (rows,):
             raise ValueError(
-                "a prediction has a row for each row of the input; received "
-                f"an output of shape {tuple(x.shape)} for {rows} rows. Return "
+                "predict expects an output for each example; received "
+                f"shape {tuple(x.shape)} for batch size {rows}. Return "
                 "such arrays in prediction mode, or call replicas(shards).")
     return map_leaves(backend.to_numpy, output)
 
@@ -149,9 +148,9 @@ def _on_host(output: Any, rows: int) -> Any:
 def _check_rows(run: Callable[..., Any], shard: Any, batch: Any,
                 columns: Sequence[Sequence[np.ndarray]],
                 place: Sequence[Any]) -> None:
-    """Refuse an array that has as many rows as each part by chance: one that
-    is the same in all of them, or whose rows are on another axis. `run` is
-    asked about other rows than the first `shard` has, of which `batch` may
+    """Raise ValueError for an output whose first axis has the length of the
+    batch by chance: a constant, or one with the examples on another axis.
+    Calls `run` with another number of examples than `shard` has; `batch` may
     have more."""
     rows = row_counts(shard)[0]
     if any(rows in own[0].shape[1:] or all(
@@ -160,6 +159,6 @@ def _check_rows(run: Callable[..., Any], shard: Any, batch: Any,
             else split_and_load(batch, place, 0, False)[0]
         try:
             output = forward_call(run, as_inputs(other))()
-        except Exception:   # it is written for so many rows
+        except Exception:   # the network requires this batch size
             return
         _on_host(output, row_counts(other)[0])

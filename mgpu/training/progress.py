@@ -1,4 +1,4 @@
-"""One progress bar for trainings, benchmarks and comparisons."""
+"""A progress bar for trainings, benchmarks and comparisons."""
 import sys
 from typing import Any
 
@@ -12,22 +12,22 @@ def _on_terminal() -> bool:
 
 
 class ProgressBar:
-    """A bar on standard error; in a notebook, under the cell.
+    """A progress bar on standard error; in a notebook, below the cell.
 
     Use it in a ``with`` block. Without the package tqdm nothing is drawn, nor
-    where standard error is no terminal (a file, a pipe). With several
-    processes (`mgpu.distributed`) rank 0 alone draws.
+    where standard error is no terminal (a file, a pipe). In distributed
+    training rank 0 alone draws.
 
     Parameters
     ----------
     shown : bool
         False: draw nothing.
     description : str
-        What the bar counts, in front of it.
+        The label in front of the bar.
     total : int, optional
-        How many units there will be; None where nobody knows.
+        The number of units; None if unknown.
     unit : str
-        What one unit is called.
+        The name of a unit.
     """
 
     def __init__(self, shown: bool, description: str,
@@ -50,17 +50,17 @@ class ProgressBar:
             self._bar.close()
 
     def advance(self) -> None:
-        """One more unit is done."""
+        """Count one more unit."""
         if self._bar is not None:
             self._bar.update()
 
     def reach(self, done: int, total: int) -> None:
-        """`done` units of `total` are done."""
+        """Set the progress to `done` of `total` units."""
         if self._bar is not None:
             self._bar.total = total
             self._bar.update(done - self._bar.n)
 
     def note(self, text: str) -> None:
-        """Say something behind the bar."""
+        """Show a text behind the bar."""
         if self._bar is not None:
             self._bar.set_postfix_str(text)

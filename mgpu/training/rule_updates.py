@@ -18,7 +18,7 @@ from mgpu.training.replicas import Replicas
 
 
 class RuleUpdates(OptimizerObject):
-    """An optimizer of mgpu, with its states, as a `Trainer` steps it.
+    """An optimizer of mgpu and its states, as a `Trainer` steps them.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class RuleUpdates(OptimizerObject):
     Attributes
     ----------
     fixed : sequence of str
-        Those that MXNet updates to no effect but on Nadam's schedule.
+        Parameters whose MXNet updates change only Nadam's schedule.
     """
 
     def __init__(self, rule: Optimizer, backend: Backend, scale: float,
@@ -42,7 +42,7 @@ class RuleUpdates(OptimizerObject):
         self.fixed: Sequence[str] = ()
         self._backend = backend
         self._states: dict[str, optim.State] = {}
-        #: of the rule, checked; and the slots that the states have by them
+        #: checked options of the rule, and the slots of its states
         self._options: dict[str, Any] = {}
         self._slots: tuple[str, ...] = ()
 
@@ -76,7 +76,7 @@ class RuleUpdates(OptimizerObject):
                 rule.check_rate(rate * lr_mult)
             work.append(Update(name, x, self._backend.grad(x), rate * lr_mult,
                                rule.wd * wd_mult, step.counts[name]))
-        # Every state and rate is there: weights change from here on.
+        # All states and rates exist: from here on weights change.
         if type(rule).begin_step is not Optimizer.begin_step:
             self._begin_step(step.counts)
         if rule.elementwise and host_memory.update(
@@ -86,26 +86,26 @@ class RuleUpdates(OptimizerObject):
         for one in work:
             gradient = one.gradient
             if step.loss_scale != 1.0:
-                # A division of its own: MXNet reads numbers from text, and
-                # not every quotient of two to the last bit.
+                # A separate division: MXNet parses numbers from text, and
+                # does not read every quotient of two exactly.
                 gradient = gradient / step.loss_scale
             rule.update(one.weight, gradient * step.scale,
                         self._states[one.name], lr=one.lr, wd=one.wd,
                         t=one.t, ops=ops)
 
     def _check_options(self, rule: Optimizer) -> None:
-        """The user has changed options of the rule."""
+        """Handle options of the rule that the user has changed."""
         rule.__post_init__()
         slots = rule.slots()
         if self._states and slots != self._slots:
             raise ValueError(
-                "an optimizer remembers the same things from its first update "
-                f"on; received {rule!r}, which needs {[*slots]}, where "
-                f"{[*self._slots]} are kept. Make a new Trainer.")
+                "an optimizer keeps the same state arrays from its first "
+                f"update; received {rule!r} with {[*slots]}, but the state "
+                f"has {[*self._slots]}. Make a new Trainer.")
         self._options, self._slots = dict(vars(rule)), slots
 
     def _begin_step(self, counts: Mapping[str, int]) -> None:
-        # All of the network: places must not depend on which a trainer has.
+        # All parameters: the order must not depend on a trainer's subset.
         if counts:
             counts = {**counts, **dict.fromkeys(self.fixed,
                                                 -max(counts.values()))}
@@ -139,35 +139,35 @@ class RuleUpdates(OptimizerObject):
             ) -> Callable[[], None]:
         if len(saved or ()) > 1:
             raise ValueError(
-                "states are loaded into as many groups of parameters as they "
-                f"are of; received those of {len(saved or ())} groups of an "
+                "expected the states of one group of parameters for each "
+                f"group; received those of {len(saved or ())} groups of an "
                 "optimizer object. Give the Trainer such an object.")
         return partial(self.set_learning_rate, rate)
 
 
 def updates_of(replicas: Replicas, optimizer: Any, options: dict[str, Any],
                semantics: str, schedules: Sequence[Any]) -> OptimizerObject:
-    """What updates the network of `replicas`, by the arguments of a
-    `Trainer`; `schedules`: those that it was given."""
+    """Make the updates of the network of `replicas` from the arguments of a
+    `Trainer`; `schedules`: the ones it was given."""
     schedule: Any = schedules[0] if schedules else None
     if not (schedule is None or callable(schedule)):
         raise TypeError(
-            "lr_scheduler is called with the number of an update; received "
+            "lr_scheduler must be callable with an update number; received "
             f"{type(schedule).__name__}. Use mgpu.lr_scheduler, or a "
             "function: lambda n: 0.1 * 0.5 ** (n // 100). For a "
-            "schedule of torch's, give the Trainer its optimizer object, and "
+            "torch schedule, pass its optimizer object to the Trainer, and "
             "step the schedule as in torch.")
     if isinstance(optimizer, type):
         raise TypeError(
             "expected an optimizer's name, or an object; received the class "
-            f"{optimizer.__qualname__}. Make an object of it.")
+            f"{optimizer.__qualname__}. Pass an instance of it.")
     is_rule = isinstance(optimizer, Optimizer)
     known = None if is_rule or isinstance(optimizer, str) \
         else backends.given(optimizer)
     own = None if known is None else known.optimizer(
         optimizer, replicas.network)
     if options and (is_rule or own is not None):
-        raise ValueError("optimizer_params go with an optimizer's name; "
+        raise ValueError("optimizer_params require an optimizer's name; "
                          f"received {sorted(options)} with an Optimizer "
                          "object.")
     if len(schedules) > 1 or schedules and own is not None and (
@@ -175,8 +175,8 @@ def updates_of(replicas: Replicas, optimizer: Any, options: dict[str, Any],
         raise ValueError(
             "expected one lr_scheduler; received one as an argument and one "
             "in optimizer_params or in the optimizer object, whose groups "
-            "may have its rates. Give one of them; step a schedule of "
-            "torch's as in torch.")
+            "may have its rates. Pass one of them; step a torch "
+            "schedule as in torch.")
     if own is not None:
         if schedules:
             own.schedule = schedule
@@ -191,8 +191,8 @@ def updates_of(replicas: Replicas, optimizer: Any, options: dict[str, Any],
         if semantics == "gluon":
             replaces = replaces_base_lr(optimizer.family, replaces)
     if hasattr(schedule, "base_lr"):
-        # Gluon: a rate that was given replaces the schedule's own, and so
-        # does the default rate of some optimizers.
+        # Gluon: an explicit rate replaces the schedule's own, and so does
+        # the default rate of some optimizers.
         if replaces:
             schedule.base_lr = optimizer.learning_rate
         else:
@@ -201,9 +201,9 @@ def updates_of(replicas: Replicas, optimizer: Any, options: dict[str, Any],
 
 
 def rule_of(own: OptimizerObject) -> Optimizer:
-    """`own` as a rule of mgpu, with the options that it has now. ValueError
+    """`own` as a rule of mgpu, with its current options. Raises ValueError
     for an optimizer object whose formula mgpu does not have, or whose groups
-    have different ones."""
+    have different formulas."""
     if isinstance(own.object, Optimizer):
         return own.object
     (_, family, options), *others = own.groups()

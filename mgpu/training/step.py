@@ -1,4 +1,4 @@
-"""A step: one batch on all devices."""
+"""A training step: one batch on all devices."""
 import contextlib
 import math
 from collections.abc import Callable, Sequence
@@ -28,72 +28,74 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
                 ignore_stale_grad: bool = False, *, accumulate: int = 1,
                 clip_norm: float | None = None, batch_axis: int = 0
                 ) -> list[Any]:
-    """One step: split, all forwards, all backwards, all-reduce, update.
+    """Perform one training step on a batch: split, forward, backward,
+    all-reduce, update.
 
-    The loss is called once, with the outputs and labels of all devices joined
-    on the first one. What it returns is minimized as the framework alone
-    would: values for each example by their mean, one number as it stands.
+    The loss is called once, with the outputs and labels of all devices
+    concatenated on the first one. One value per example is reduced by the
+    mean, as on one device; a single number is minimized unchanged.
 
     Parameters
     ----------
-    X, y : arrays of n rows (native or NumPy, or nested)
+    X, y : arrays of n examples (native or NumPy, or nested)
         A tuple or list of arrays stands for several inputs of the network,
         `mgpu.Kwargs` for inputs by name. A dict with ``y=None`` is a whole
-        batch: entries that the network's forward names go to it by name (all
-        if it has ``**kwargs``), and the loss is called with the whole dict,
-        ``loss(output, batch)``. A forward with one parameter without a
-        default, whose name no entry has, takes the dict as its one input. An
-        entry that neither takes is refused while forward has parameters that
-        no entry gives.
+        batch: entries with the name of a forward parameter are passed to it
+        (all entries for ``**kwargs``), and the loss is called with the whole
+        dict, ``loss(output, batch)``. If forward has one parameter without a
+        default, and no entry has its name, the dict is its one input. Raises
+        ValueError for an entry that neither reads, while forward has
+        parameters without an entry.
     replicas : Replicas
     loss : callable
-        ``loss(pred, label)``: one value per example, an array (n, ...) of
-        several (of tokens or pixels: the mean of each example counts), or one
-        number, with any reduction. With several processes it sees those of
-        its own, and one number counts once for each process.
+        ``loss(pred, label)`` returns one value per example; an array (n, ...)
+        with several values per example (for tokens or pixels), which are
+        averaged for each example; or one number, with any reduction. In
+        distributed training it gets the rank's own examples, and one number
+        counts once for each rank.
     trainer : Trainer
     split_f : callable
-        ``split_f(X, y, devices) -> (X_shards, y_shards)``; of a whole batch
-        the first counts. A list of dicts, or of arrays of different lengths,
-        may be the labels of as many rows (the boxes of each picture).
+        ``split_f(X, y, devices) -> (X_shards, y_shards)``. For a whole batch
+        the second is ignored. A list of dicts, or of arrays of different
+        lengths, may be the labels, one item per example (the boxes of each
+        image).
     ignore_stale_grad : bool
-        Skip parameters that no row of the batch reached, as torch does; by
-        default they are an error (`Trainer.step`).
+        Skip parameters that no example of the batch reached, as torch does.
+        By default they raise (`Trainer.step`).
     accumulate : int
-        Cut the batch into so many parts (fewer where it has fewer rows),
-        which pass one after the other: less memory, and the numbers of one
-        pass, but for what depends on rows together or on the number of
-        passes (batch norm, dropout, a loss that is one number: the mean over
-        the parts). Not with lists of other than arrays.
+        Split the batch into this many parts (fewer for a smaller batch), with
+        one pass each: uses less memory. The results equal those of one pass,
+        except for what depends on the whole batch or on the number of passes
+        (batch norm, dropout; a loss that is one number is averaged over the
+        parts). Not supported for lists of other objects than arrays.
     clip_norm : float, optional
-        The largest norm of all gradients of the mean loss together
-        (`Trainer.step_parts`).
+        The maximum norm of the gradients of the mean loss, over all
+        parameters together (`Trainer.step_parts`).
     batch_axis : int
-        The axis of the examples, 0 or more, in each array of `X` and `y`, and
-        in the values of the loss: 1 for inputs (time, batch, features) with
-        labels and losses (time, batch). An array with fewer axes has them on
-        its last one: labels (batch,). The axis of the outputs is found. A
-        `split_f` of your own splits so itself. A shape does not tell its
-        layout: with the default, an array (time, batch) is split along the
-        time.
+        The batch dimension, 0 or more, of each array in `X` and `y` and of
+        the values of the loss: 1 for inputs (time, batch, features) with
+        labels and losses (time, batch). An array with fewer axes has it last:
+        labels (batch,). The batch dimension of the outputs is detected. A
+        user-defined `split_f` splits by itself. With the default, an array
+        (time, batch) is split along the time.
 
     Returns
     -------
     list of native arrays
-        The losses of each device's rows, on the first device and not waited
-        for; None where a device had no rows. Of a loss that is one number:
-        that number first, and None for all other devices. The losses are
-        without the trainer's `loss_scale`. Afterwards each gradient
-        (``.grad``) is that of the sum over all rows, or of the one number,
-        times that scale: the update divides by both, and leaves the gradient
-        as it is.
+        The losses of each device's examples, on the first device; does not
+        wait for them. None for a device without examples. For a loss that is
+        one number: the number, then None for all other devices. The losses do
+        not include the trainer's `loss_scale`. Afterwards each gradient
+        (``.grad``) is that of the sum over all examples, or of the one
+        number, times that scale. The update divides by both and does not
+        change the gradient.
 
     Raises
     ------
     ValueError
-        `X` and `y` of different lengths, an empty batch, a loss of another
-        shape, an output without an entry for each row, or a trainer of other
-        replicas.
+        `X` and `y` have different lengths; the batch is empty; the shape of
+        the loss is wrong; an output has no batch dimension; `trainer` is that
+        of other replicas.
     """
     check_pair(replicas, trainer)
     check_loss(loss)
@@ -113,16 +115,16 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
 
 def _cut(X: Any, y: Any, world: distributed.World, count: int,
          batch_axis: int) -> list[tuple[Any, Any]]:
-    """A batch in `count` parts, or fewer where no process has as many
-    rows."""
+    """Split a batch into `count` parts, or fewer if no rank has that many
+    examples."""
     rows, every = rows_of(X, batch_axis) or 0, {
         n for data in (X, y) for n in row_counts(data, batch_axis)}
     if every - {rows} or any(is_listed(x) for x in lists_in((X, y))):
         raise ValueError(
-            "accumulate cuts arrays that have a row for each example; "
-            f"received arrays of {sorted(every)} rows, or lists of other than "
-            "arrays. Train on the parts as "
-            "batches: mgpu.train(accumulate=) takes several for one step.")
+            "accumulate requires arrays of equal batch size; "
+            f"received sizes {sorted(every)}, or lists of other objects "
+            "than arrays. Split the batch, and pass several "
+            "batches for one step to mgpu.train(accumulate=).")
     count = min(count, max(1, *world.gather("train_batch: rows", rows)))
     bounds = shard_bounds(rows, count)
     return list(zip(*(cut_rows(data, bounds, (X, y), batch_axis)
@@ -134,8 +136,8 @@ def train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
                   ignore_stale_grad: bool = False,
                   clip_norm: float | None = None, batch_axis: int = 0
                   ) -> list[Any]:
-    """`train_batch` of all `batches` in one step; returns the losses of each
-    device for the first one, then for the next."""
+    """`train_batch` of all `batches` in one step. Returns the losses of each
+    device for the first batch, then for the next."""
     batch_axis = integer("batch_axis", batch_axis, 0)
     devices = replicas.devices
     losses: list[Any] = []
@@ -143,30 +145,30 @@ def train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
     def split(X: Any, y: Any) -> tuple[list[Any], list[Any], Any]:
         with probes.stage("copy", "split", devices,
                           lambda: list(zip(X_shards, y_shards, strict=True))):
-            X_shards, y_shards, judge = split_inputs(
+            X_shards, y_shards, loss_fn = split_inputs(
                 X, y, devices, split_f, batch_axis, replicas.network.inputs,
                 loss)
         _check_labels(X_shards, y_shards, devices)
-        return X_shards, y_shards, judge
+        return X_shards, y_shards, loss_fn
 
     def run(X: Any, y: Any) -> float:
-        X_shards, y_shards, judge = ready.pop() if ready else split(X, y)
+        X_shards, y_shards, loss_fn = ready.pop() if ready else split(X, y)
         busy = [i for i, shard in enumerate(X_shards)
                 if not is_empty(as_inputs(shard))]
         if replicas.span.wide and not busy:
-            replicas.pass_over()
+            replicas.skip_pass()
             losses.extend([None] * len(devices))
             return 0
-        with replicas.told():
-            own, count = _pass(replicas, X_shards, y_shards, busy, judge,
+        with replicas.reporting():
+            own, count = _pass(replicas, X_shards, y_shards, busy, loss_fn,
                                trainer.loss_scale, batch_axis)
         losses.extend(own)
         return count
     with using_backend(replicas.backend.name) as backend, \
             replicas.span.world.guard(), \
-            backend.scope(), replicas.owned(), \
+            backend.scope(), replicas.exclusive(), \
             probes.step(devices, batches[0][0]):
-        ready = [split(*batches[0])]        # what is refused has no pass
+        ready = [split(*batches[0])]        # raises before any pass
         if len(batches) > 1 or clip_norm is not None:
             trainer.check_parts(len(batches), clip_norm)
             trainer.step_parts([partial(run, *one) for one in batches],
@@ -177,7 +179,7 @@ def train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
 
 
 def check_loss(loss: Any) -> None:
-    """Raise TypeError for what cannot be called with outputs and labels."""
+    """Raise TypeError if `loss` cannot be called with outputs and labels."""
     if isinstance(loss, type) or not callable(loss):
         what = f"the class {loss.__qualname__}" if isinstance(loss, type) \
             else f"{loss!r} of type {type(loss).__name__}"
@@ -187,22 +189,22 @@ def check_loss(loss: Any) -> None:
 
 def _check_labels(X_shards: Sequence[Any], y_shards: Sequence[Any],
                   devices: Sequence[Device]) -> None:
-    """Refuse labels of rows that no network would meet."""
+    """Raise ValueError for labels on a device without inputs."""
     for X, y, device in zip(X_shards, y_shards, devices):
         if is_empty(as_inputs(X)) and not is_empty(y):
             raise ValueError(
-                "a device has inputs where it has labels; received "
-                f"{examples_of(y)[0]} rows of labels without inputs on "
-                f"{device}. The first array of the inputs is the one whose "
-                "rows count.")
+                "a device with labels needs inputs; received "
+                f"{examples_of(y)[0]} labels without inputs on "
+                f"{device}. The first array of the inputs determines the "
+                "number of examples.")
 
 
 def _pass(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
           busy: list[int], loss: Loss, scale: float, batch_axis: int
           ) -> tuple[list[Any], float]:
-    """A forward pass, the loss, and a backward pass; `busy`: the numbers of
-    the devices that have rows. Returns the losses by device, and what the
-    gradient is to be divided by."""
+    """Run forward, loss and backward; `busy`: the indices of the devices with
+    examples. Returns the losses by device, and the divisor of the
+    gradients."""
     devices, stage = replicas.devices, probes.stage
     with record(), replicas.autocast():
         output, sizes = replicas.joined(X_shards, y_shards, batch_axis)
@@ -235,6 +237,6 @@ def _pass(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
 
 
 def is_number(values: Any, examples: int) -> bool:
-    """Whether a loss is one number, and not a value for each example."""
+    """Whether a loss is one number instead of a value for each example."""
     shape = tuple(getattr(values, "shape", (0,)))
     return math.prod(shape) == 1 and (not shape or examples > 1)

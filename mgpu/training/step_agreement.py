@@ -14,11 +14,11 @@ from mgpu.utils.arguments import check_batch_size, is_number
 
 
 class StepAgreement:
-    """What a trainer's ranks exchange before they sum gradients: which
-    parameters their examples reached, how many examples they have, and a
-    digest of all that an update depends on.
+    """Exchange per-step information between a trainer's ranks.
 
-    With one process nothing is exchanged.
+    Before gradients are summed the ranks exchange the parameters that their
+    examples reached, their batch sizes, and a digest of everything that an
+    update depends on. A single process exchanges nothing.
 
     Parameters
     ----------
@@ -26,12 +26,12 @@ class StepAgreement:
     strategy : AllReduce
         How gradients are summed over the ranks.
     facts : callable
-        What is the same on all ranks, by name, fit for JSON.
+        Returns what must be equal on all ranks: by name, JSON-serializable.
 
     Attributes
     ----------
     more : dict
-        Facts of the step that is under way.
+        Facts of the current step.
     """
 
     def __init__(self, replicas: Replicas, strategy: AllReduce,
@@ -41,7 +41,7 @@ class StepAgreement:
         self._number = self._world.number()
         self.more: dict[str, Any] = {}
         #: whether this rank's passes have written gradients since the last
-        #: step; other than zeros
+        #: step; whether these are not all zeros
         self._has_pass = self._has_part = False
 
     def begin(self) -> None:
@@ -54,8 +54,8 @@ class StepAgreement:
                               "Give every rank the same arguments.")
 
     def batch_size(self, value: Any) -> float:
-        """`check_batch_size` of this rank's own part: it may have no
-        examples, or examples that count as nothing."""
+        """`check_batch_size` of this rank's part, which may have no
+        examples, or examples of weight 0."""
         if self._world.size > 1 and is_number(value) and value == 0:
             return 0
         with self._world.guard():
@@ -63,8 +63,8 @@ class StepAgreement:
 
     def total(self, work: str, step: int, batch_size: Any, **more: Any
               ) -> float:
-        """The sum of `batch_size` over all ranks, before `work` of `step`;
-        `more` has to be the same on all."""
+        """The sum of `batch_size` over all ranks, before `work` of `step`.
+        `more` must be equal on all ranks."""
         with self._world.guard():
             batch_size = self.batch_size(batch_size)
             self._check_part(batch_size)
@@ -73,9 +73,9 @@ class StepAgreement:
 
     def gather(self, work: str, step: int, value: Any, **more: Any
                ) -> list[Any]:
-        """The `value` of every rank, where the facts are the same on all: a
-        rank's number in a list of parameters means another one on other ranks
-        otherwise. Raises `mgpu.errors.ModelMismatch`."""
+        """Return the `value` of every rank. Raises
+        `mgpu.errors.ModelMismatch` where the facts differ: the indices in a
+        list of parameters would mean other parameters on other ranks."""
         world = self._world
         if world.size == 1:
             return [value]
@@ -84,25 +84,25 @@ class StepAgreement:
             work += f" of trainer {self._number}"
         with world.guard():
             facts = {**self._facts(), **more}
-        # Short where all agree: a digest, and all facts only of those that
-        # do not.
+        # Short if all ranks agree: a digest. All facts are exchanged only
+        # after a mismatch.
         found = world.gather(work, [
             value, zlib.crc32(json.dumps(facts, sort_keys=True).encode()),
             world.batch_taken()])
         if len({digest for _, digest, _ in found}) > 1:
             world.agree(f"the trainer in {work}", facts,
                         "Set rates, options and grad_req alike on every "
-                        "rank: what they depend on, such as a loss, is "
-                        "another number on each.")
+                        "rank: a value computed from, for example, a loss "
+                        "differs between ranks.")
         world.check_batches([batch for *_, batch in found])
         return [one for one, *_ in found]
 
     def join(self, step: int, arrays: Sequence[Array], reached: set[int],
              missing: set[int], batch_size: float | None
              ) -> tuple[set[int], set[int], float]:
-        """Of all ranks together: the numbers of the `arrays` that a backward
-        pass has reached; those whose gradients the user has taken away; the
-        sum of `batch_size` (None: it comes with the update)."""
+        """Over all ranks: the indices of the `arrays` that a backward pass
+        has reached; those whose gradients the user has removed; the sum of
+        `batch_size` (None: `update` gets it)."""
         replicas, backend = self._replicas, self._replicas.backend
         if self._world.size == 1:
             return reached, missing, batch_size or 0
@@ -115,7 +115,7 @@ class StepAgreement:
             _bits(reached), _bits(missing), batch_size or 0, replicas.moved],
             **self.more, **{
                 f"gradient before this step (zero_grad is for all) of {name}":
-                x for name, x in replicas.kept_sums().items()})
+                x for name, x in replicas.accumulated().items()})
         replicas.moved_by_rank = [one[3] for one in found]
         return (set().union(*(_numbers(one[0]) for one in found)),
                 set().union(*(_numbers(one[1]) for one in found)),
@@ -123,12 +123,12 @@ class StepAgreement:
 
     def sum(self, parameters: Mapping[Parameter, bool],
             others: Callable[[], list[Array]]) -> None:
-        """Sum the gradients of `parameters` and of `others` over the ranks;
-        of those that are False here, this one has none."""
+        """Sum the gradients of `parameters` and of `others` over the ranks.
+        A value of False: this rank has no gradient for the parameter."""
         replicas, backend = self._replicas, self._replicas.backend
         if self._world.size == 1:
             return
-        # Where this fails, the other ranks are in the middle of it.
+        # If this fails, the other ranks are in the middle of the sum.
         with self._world.together():
             gradients = [backend.grad(p.data()) for p in parameters]
             for (p, fresh), g in zip(parameters.items(), gradients):
@@ -141,8 +141,8 @@ class StepAgreement:
 
     def digests(self, parameters: Callable[[], Iterable[Parameter]]
                 ) -> dict[str, Any]:
-        """With several processes, a checksum of the gradient of each, which
-        the user may have changed."""
+        """In distributed training a checksum of each gradient, which the user
+        may have changed."""
         if not self._replicas.span.wide:
             return {}
         with self._world.guard():
@@ -152,20 +152,20 @@ class StepAgreement:
                 for p in parameters()}}
 
     def _check_part(self, batch_size: float | None) -> None:
-        """Raise ValueError for no examples where this rank has a part in the
-        gradients, and for examples without a pass."""
+        """Raise ValueError for 0 examples on a rank that has gradients, and
+        for examples without a backward pass."""
         if self._world.size == 1:
             return
-        rule = "a process gives the size of its own part of the batch, 0 " \
-            f"where it has none; received {batch_size} on {self._world!r}, "
+        rule = "batch_size must be that of the rank's part of the batch, 0 " \
+            f"for none; received {batch_size} on {self._world!r}, "
         if batch_size and not self._has_pass:
             raise ValueError(
                 rule + "which has had no backward pass since the last step. "
-                "Pass 0, or run one inside record().")
+                "Pass 0, or run a backward pass inside record().")
         if batch_size == 0 and self._has_part:
             raise ValueError(
                 rule + "whose backward pass has written gradients. Pass the "
-                "number of its rows.")
+                "number of its examples.")
 
 
 def _bits(numbers: Iterable[int]) -> str:

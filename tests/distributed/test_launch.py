@@ -78,7 +78,7 @@ def test_the_rank_that_fails_is_named_first(tmp_path):
     assert raised[0].startswith(
         "rank 1 ended with status 1: ValueError: rank 1 has a fault; the end")
     assert left[0].startswith("rank 1 ended with status 1; the end of")
-    assert left[1].startswith("rank 1 has ended while other ranks go on")
+    assert left[1].startswith("rank 1 has ended while other ranks continue")
     assert killed[0].startswith("rank 1 was ended by SIGKILL")
     for lines, error in ((raised, "WorkerFailed"), (left, "UnevenWork"),
                          (killed, "WorkerLost")):
@@ -185,7 +185,7 @@ def test_a_missing_machine_is_an_error(tmp_path):
         "--nnodes", 2, "--rdzv-endpoint", f"127.0.0.1:{jobs.free_port()}",
         "--start-timeout", 2))
     assert done.returncode == 1
-    assert said[1].startswith("2 machines meet at 127.0.0.1:") \
+    assert said[1].startswith("2 machines must connect at 127.0.0.1:") \
         and "within 2 s" in said[1]
 
 

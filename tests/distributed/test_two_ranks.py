@@ -98,13 +98,13 @@ EXPECTED = {
     "no_sizes": "ValueError: .*received 0",
     "no_size": (
         "WorkerFailed: rank 1 failed .*received 0 on rank 1 of 2.*of its "
-        "rows. No parameter", "ValueError: a process gives the size of its"),
+        "examples. No parameter", "ValueError: batch_size must be that of"),
     "layer": "ModelMismatch: .*layers.*1e-05.* on rank 0 and .*0.001",
     "evaluated": "ModelMismatch: .*evaluate .* accuracy '0.0' on rank 0 and "
                  "'1.0' on rank 1",
-    "evaluated_data": "ValueError: all processes evaluate on one order .*"
+    "evaluated_data": "ValueError: all ranks must evaluate on one order .*"
                       "seed=0.* on rank 0 and .*seed=1.* on rank 1",
-    "last_batch": "ValueError: all processes train on one order .*drop_last="
+    "last_batch": "ValueError: all ranks must train on one order .*drop_last="
                   "False.* on rank 0 and .*drop_last=True",
     "loss": "ModelMismatch: .*loss.*SoftmaxCrossEntropyLoss.* on rank 0 and "
             ".*L2Loss",
@@ -112,7 +112,7 @@ EXPECTED = {
                "on rank 0",
     "no_pass": (
         "WorkerFailed: rank 1 failed .*received 8 on rank 1 of 2",
-        "ValueError: a process gives the size of its own part.*no backward"),
+        "ValueError: batch_size must be that of the rank's part.*no backward"),
     "labels_without_rows": (
         "WorkerFailed: rank 1 failed .*ValueError: X and y must have",
         "ValueError: X and y must have equally many rows"),
@@ -160,7 +160,7 @@ HEARD = {
     "error in the loss": "an error on one rank",
     "error in backward": "an error on one rank",
     "other loop": "a layer rejects its input",
-    "no rows in a custom loop": "a network runs on one row or more"}
+    "no rows in a custom loop": "a network needs at least one example"}
 
 
 def test_an_error_reaches_all_ranks(job):
@@ -180,7 +180,7 @@ def test_other_layers_and_single_replicas_are_refused_on_all_ranks(job):
     said = {**dict.fromkeys(
         ("other order", "fewer layers"), "needs the same layers in the same "
         "order on every rank.*'1.second' .float64 .1, 4, 1, 1.. on rank"),
-        "one replica": "all replicas train together"}
+        "one replica": "all replicas must run together"}
     for one in reports(job, "sync_faults"):
         for case, text in said.items():
             kind, message = one[case]

@@ -254,7 +254,7 @@ def _exchange(states, state):
      "received 0 arrays for"),
     (lambda s, o: o.pop("beta1"), ValueError, "no 'beta1'"),
     (lambda s, o: o["lr_scheduler"].state.update(base_lr=3.0), ValueError,
-     "changed by hand"),
+     "changed manually"),
     (lambda s, o: setattr(type(o["lr_scheduler"]), "kind", "own.Schedule"),
      NotImplementedError, "own.Schedule.*Pass lr_scheduler="),
 ], ids=lambda x: x if isinstance(x, str) else "")

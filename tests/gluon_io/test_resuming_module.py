@@ -136,7 +136,7 @@ def test_multipliers_of_a_module(tmp_path, of_object):
     assert (off < 1e-10) != of_object
     assert [x for x in notes if "wd_mult as Module gives it to an optimizer "
             "by name; if it had an object, pass wd_mult= with 1" in x]
-    assert [x for x in notes if "rescale_grad is one over the rows" in x]
+    assert [x for x in notes if "rescale_grad is one over the batch size" in x]
     given = dict.fromkeys(("fc1_bias", "fc2.bias"), float(of_object))
     mine = mgpu.optimizers.SGD(**OPTIONS)
     with pytest.raises(ValueError, match="received an Optimizer and no resc"):

@@ -126,9 +126,9 @@ MUTANTS = [
     mutant("sync-without-gradient",
            "the joint statistics are constants for the gradient",
            "SyncBatchNorm.mean",
-           "totals[self._meeting.place(index)]",
-           "self._backend.ops.stop_gradient(totals[self._meeting.place(inde"
-           "x)])",
+           "totals[self._threads.position(index)]",
+           "self._backend.ops.stop_gradient("
+           "totals[self._threads.position(index)])",
            killer="test_batch_norm.py::test_sync_equals_one_device_on_the_w"
                   "hole_batch"),
     mutant("torch-dropout-unscaled",

@@ -1,7 +1,7 @@
 """Figures: a curve that grows while a network trains, and finished plots.
 
 ==================  =====================================================
-`Animator`          a live curve: in a notebook, or a picture file
+`Animator`          a live curve: in a notebook, or an image file
 `plot_history`      one training: its losses and accuracies
 `plot_runs`         trainings: accuracy, loss and speed
 `plot_timings`      named timings, as "Automatic Parallelism" prints them

@@ -30,7 +30,7 @@ def _point(x: Any) -> float | None:
 
 
 class Animator:
-    """Curves that are redrawn at every point: live in a notebook, a picture
+    """Curves that are redrawn at every point: live in a notebook, an image
     file in a script.
 
     In a Jupyter notebook the figure appears under the cell at the first
@@ -71,7 +71,7 @@ class Animator:
     ImportError
         Matplotlib is not installed.
     ValueError
-        `file` ends in something else, or matplotlib refuses a setting.
+        `file` has another extension, or matplotlib rejects a setting.
     FileNotFoundError
         The folder of `file` does not exist.
 
@@ -106,7 +106,7 @@ class Animator:
             self.axes.set_ylim(ylim)
         if xscale == "linear" and xlabel in ("epoch", "epochs"):
             style.whole_numbers(self.axes)
-        for fmt in self.fmts or ():         # a wrong one is refused here
+        for fmt in self.fmts or ():         # a wrong one raises here
             self.axes.plot([], [], fmt)[0].remove()
         self.axes.set_prop_cycle(color=style.PALETTE)
         self._lines: list[Any] = []

@@ -36,7 +36,7 @@ def plot_bench(report: Mapping[str, Any], file: FilePath) -> Any:
         Matplotlib is not installed.
     """
     path, rows = style.checked_file(file), report["contenders"]
-    colours = style.engine_colours(
+    colours = style.backend_colours(
         list(dict.fromkeys(row["backend"] for row in rows)))
     figure, (speed, times) = style.wide_figure(2.6 + 0.5 * len(rows), 2)
     for i, row in enumerate(rows):

@@ -35,13 +35,13 @@ def _grouped(runs: Iterable[dict[str, Any]]) -> _Groups:
         key = (_field(run, "backend", "a run"),
                len(_field(run, "devices", "a run")))
         groups.setdefault(key, []).append(run)
-    for (engine, count), members in groups.items():
+    for (backend, count), members in groups.items():
         for name in ("batch_size", "lr", "dtype"):
             values = sorted({repr(m.get(name)) for m in members})
             if len(values) > 1:
                 raise ValueError(
                     f"runs on one backend and {_devices_label(count)} may "
-                    f"differ in the seed only; those on {engine} have "
+                    f"differ in the seed only; those on {backend} have "
                     f"{name} {' and '.join(values)}. Plot them apart.")
     if not groups:
         raise ValueError("a plot needs a run; received none.")
@@ -92,36 +92,36 @@ def plot_runs(runs: Rows, file: FilePath, title: str | None = None) -> Any:
         Matplotlib is not installed.
     """
     path, groups = style.checked_file(file), _grouped(runs)
-    engines = list(dict.fromkeys(engine for engine, _ in groups))
+    backends = list(dict.fromkeys(backend for backend, _ in groups))
     counts = sorted({count for _, count in groups})
-    colours = style.engine_colours(engines)
+    colours = style.backend_colours(backends)
 
-    def shade(engine: str, count: int) -> tuple[float, ...]:
+    def shade(backend: str, count: int) -> tuple[float, ...]:
         # The fewer devices, the lighter: where runs agree to the last
         # digit, a dark dashed line still shows on a light full one.
         rank = counts.index(count) / max(1, len(counts) - 1)
-        return style.tint(colours[engine],
+        return style.tint(colours[backend],
                           0.5 * (1 - rank) * (len(counts) > 1))
 
     figure, panels = style.wide_figure(4.8, 3)
     handles = {}
-    for engine in engines:
+    for backend in backends:
         # Backends that give the same numbers would hide each other too: the
         # first is a broad line and shows on both sides of the next.
-        width = 3.0 if engine == engines[0] and len(engines) > 1 else 1.6
+        width = 3.0 if backend == backends[0] and len(backends) > 1 else 1.6
         for count in counts:
-            members = groups.get((engine, count))
+            members = groups.get((backend, count))
             if members is None:
                 continue
-            look = dict(color=shade(engine, count), linestyle=style.DASHES[
+            look = dict(color=shade(backend, count), linestyle=style.DASHES[
                 counts.index(count) % len(style.DASHES)])
             for axes, name in zip(panels, ("test_acc", "train_loss")):
                 line = _curves(axes, [m[name] for m in members], width, look)
-            line.set_label(f"{engine}, {_devices_label(count)}")
-            handles[count, engines.index(engine)] = line
+            line.set_label(f"{backend}, {_devices_label(count)}")
+            handles[count, backends.index(backend)] = line
     _epoch_axes(panels[0], "test accuracy")
     _epoch_axes(panels[1], "training loss")
-    _speed_bars(panels[2], groups, engines, counts, shade)
+    _speed_bars(panels[2], groups, backends, counts, shade)
     # The legend fills column by column: a row per backend, if it needs two.
     seeds = max(map(len, groups.values()))
     figure.legend(
@@ -160,19 +160,19 @@ def _epoch_axes(axes: Any, ylabel: str) -> None:
     style.whole_numbers(axes)
 
 
-def _speed_bars(axes: Any, groups: _Groups, engines: Sequence[str],
+def _speed_bars(axes: Any, groups: _Groups, backends: Sequence[str],
                 counts: Sequence[int],
                 shade: Callable[[str, int], tuple[float, ...]]) -> None:
-    width = min(0.8 / len(engines), 0.5)
-    crowded = len(engines) * len(counts) > 6
-    for e, engine in enumerate(engines):
-        single = mean_rate(groups.get((engine, 1), []))
+    width = min(0.8 / len(backends), 0.5)
+    crowded = len(backends) * len(counts) > 6
+    for e, backend in enumerate(backends):
+        single = mean_rate(groups.get((backend, 1), []))
         for c, count in enumerate(counts):
-            rate = mean_rate(groups.get((engine, count), []))
+            rate = mean_rate(groups.get((backend, count), []))
             if rate is None:
                 continue
-            x = c + (e - (len(engines) - 1) / 2) * width
-            axes.bar(x, rate, 0.92 * width, color=shade(engine, count))
+            x = c + (e - (len(backends) - 1) / 2) * width
+            axes.bar(x, rate, 0.92 * width, color=shade(backend, count))
             if single:
                 axes.annotate(f"{rate / single:.2f}×", (x, rate), (0, 3),
                               textcoords="offset points", ha="center",
@@ -267,26 +267,26 @@ def plot_timings(rows: Rows, file: FilePath, title: str | None = None) -> Any:
         Matplotlib is not installed.
     """
     path = style.checked_file(file)
-    engines: dict[str, list[tuple[str, float]]] = {}
+    backends: dict[str, list[tuple[str, float]]] = {}
     for row in rows:
         backend, name, seconds = (_field(row, field, "a timing") for field in
                                   ("backend", "name", "seconds"))
-        engines.setdefault(backend, []).append((name, float(seconds)))
-    if not engines:
+        backends.setdefault(backend, []).append((name, float(seconds)))
+    if not backends:
         raise ValueError("a plot needs a timing; received none.")
-    names = list(dict.fromkeys(n for bars in engines.values()
+    names = list(dict.fromkeys(n for bars in backends.values()
                                for n, _ in bars))
-    colours = style.engine_colours(list(engines))
+    colours = style.backend_colours(list(backends))
 
-    height = 0.8 / len(engines)
+    height = 0.8 / len(backends)
     figure, (axes,) = style.wide_figure(
-        1.5 + len(names) * (0.2 + 0.25 * len(engines)), 1)
-    for e, (engine, bars) in enumerate(engines.items()):
+        1.5 + len(names) * (0.2 + 0.25 * len(backends)), 1)
+    for e, (backend, bars) in enumerate(backends.items()):
         separate: list[float] = []      # since the last joint timing
         for name, seconds in bars:
-            y = names.index(name) + (e - (len(engines) - 1) / 2) * height
-            axes.barh(y, seconds, 0.9 * height, color=colours[engine],
-                      label=engine if name == bars[0][0] else None)
+            y = names.index(name) + (e - (len(backends) - 1) / 2) * height
+            axes.barh(y, seconds, 0.9 * height, color=colours[backend],
+                      label=backend if name == bars[0][0] else None)
             text, end = f"{seconds:.4f} sec", seconds
             if not (" & " in name or " and " in name):
                 separate.append(seconds)
@@ -300,9 +300,9 @@ def plot_timings(rows: Rows, file: FilePath, title: str | None = None) -> Any:
                           fontsize=9)
     style.name_rows(axes, names)
     axes.set_xlabel("seconds (black mark: the sum of the separate timings)")
-    axes.set_xlim(0, 1.2 * axes.dataLim.xmax)       # room for the numbers
+    axes.set_xlim(0, 1.2 * axes.dataLim.xmax)       # space for the numbers
     figure.legend(loc="outside lower center", frameon=False,
-                  ncols=len(engines))
+                  ncols=len(backends))
     return style.finished(figure, path, title)
 
 

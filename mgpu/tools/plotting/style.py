@@ -17,7 +17,7 @@ DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 _ENGINES = {"mxnet": BLUE, "torch": ORANGE}
 
 
-def engine_colours(engines: Sequence[str]) -> dict[str, str]:
+def backend_colours(engines: Sequence[str]) -> dict[str, str]:
     """A colour for each backend: its own one, or one that no backend has."""
     spare = [c for c in PALETTE if c not in _ENGINES.values()]
     others = [e for e in engines if e not in _ENGINES]
@@ -91,8 +91,8 @@ def name_rows(axes: Any, names: Sequence[str]) -> None:
 
 
 def checked_file(file: FilePath) -> Path:
-    """`file` as an absolute path, so that a script may change its folder
-    meanwhile; a wrong one is refused before the work and not after it.
+    """`file` as an absolute path, so that a script may change its directory.
+    Raises before the work for a wrong one.
 
     Raises
     ------
@@ -110,15 +110,15 @@ def checked_file(file: FilePath) -> Path:
 
 
 def check_figure(file: FilePath) -> None:
-    """Refuse what drawing into `file` would refuse, before the work and not
-    after it: see `checked_file` and `new_figure`."""
+    """Raise before the work if drawing into `file` would: see `checked_file`
+    and `new_figure`."""
     checked_file(file)
     new_figure((1.0, 1.0))
 
 
 def write_figure(figure: Any, path: Path) -> None:
-    """Write to a file next to `path` and then move it there: a viewer that
-    watches the file never reads half a picture."""
+    """Write to a file next to `path` and move it there: a viewer that
+    watches the file never reads an incomplete image."""
     with files.part_of(path) as part:
         figure.savefig(part, format=path.suffix[1:].lower())
 

@@ -1,4 +1,4 @@
-"""A network put on devices, and the values that are drawn for it."""
+"""Put a network on devices, and initialize its parameters."""
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +20,12 @@ from mgpu.utils.arguments import integer, one_given, one_of
 BATCH_NORM = ("per_device", "average", "sync")
 _DTYPES = ("float16", "float32", "float64")
 
-#: how many networks were there when `_collect` last looked
+#: how many networks existed when `_collect` last looked
 _left = 0
 
 
 class Drawing:
-    """What `initialize` draws for a network, and from what.
+    """The initial values of a network, by the arguments of `initialize`.
 
     Raises what `initialize` does of its arguments `init` and `seed`.
     """
@@ -43,23 +43,23 @@ class Drawing:
         specs = network.specs()
         if keep and self._missing:
             raise RuntimeError(
-                "init='keep' needs a network that has values; received none "
-                f"of {[s.name for s in specs if s.name in self._missing]}. "
-                "Load or initialize these first, or choose an initializer, "
-                "which draws all.")
+                "init='keep' requires a network with values; received none "
+                f"for {[s.name for s in specs if s.name in self._missing]}. "
+                "Load or initialize these first, or choose an initializer "
+                "for all parameters.")
         if seed is not None and not (self._everything or self._missing):
             raise ValueError(
-                "a seed is for values that are drawn; received "
-                f"seed={seed} for a network whose values stay. Pass init= "
-                "('uniform' is Gluon's default) to draw them, or no seed.")
-        # Parameters come first, so their numbers are those of the layers;
-        # last what the other backend does not have.
+                "seed= requires parameters to initialize; received "
+                f"seed={seed} for a network that has all values. Pass init= "
+                "('uniform' is Gluon's default) to initialize, or no seed.")
+        # Parameters come first, so that their indices follow the layers;
+        # parameters that the other backend does not have come last.
         self._numbers = {spec.name: number for number, spec in enumerate(
             sorted(specs, key=lambda spec: spec.constant is not None))}
         self._rule.check_names([spec.name for spec in specs], [
             spec.name for _, spec in self._drawn()
             if spec.kind in ("weight", "unknown") and spec.init is None])
-        # What cannot be drawn is refused before a change.
+        # Raise for an unknown initializer before anything changes.
         for _, spec in self._drawn():
             name, own = spec.init or ("zero", {})
             try:
@@ -71,12 +71,12 @@ class Drawing:
         trained = [s for s in specs
                    if s.kind not in BUFFERS and s.constant is None]
         count = sum(map(self._is_drawn, trained))
-        #: of the network's values, in words
+        #: description of the values for ``repr(replicas)``
         self.origin = (f"{len(trained) - count} parameters kept, {count} "
                        "drawn") + (f" by {self._rule!r}" if count else "")
 
     def _is_drawn(self, spec: base.Spec) -> bool:
-        if spec.kind == "other":        # a counter begins again
+        if spec.kind == "other":        # a counter restarts
             return self._everything \
                 and spec.name.endswith("num_batches_tracked")
         return spec.name in self._missing \
@@ -96,14 +96,14 @@ class Drawing:
             index=self._numbers[spec.name], name=spec.name, own=spec.init)
 
     def known(self) -> dict[str, np.ndarray]:
-        """The values of all shapes that are known, by name."""
+        """The initial values of all parameters of known shape, by name."""
         for _, spec in self._drawn():
             if spec.shape is not None and spec.name not in self._values:
                 self._values[spec.name] = self._draw(spec, spec.shape)
         return self._values
 
     def by_shape(self) -> dict[int, Callable[[tuple[int, ...]], np.ndarray]]:
-        """By number of what is drawn, a function of its shape."""
+        """By index of each initialized parameter, a function of its shape."""
         return {number: partial(self._draw, spec)
                 for number, spec in self._drawn()}
 
@@ -122,7 +122,7 @@ def _options(network: base.Network, batch_norm: str, dtype: str | None,
                      if "float" in spec.dtype} - {"float32"})
     if autocast is not None and others:
         raise ValueError(
-            "autocast narrows the passes of a float32 network; received "
+            "autocast requires a float32 network; received "
             f"autocast={autocast!r} with {', '.join(others)}. Use "
             "dtype='float32', or autocast=None.")
     return base.Options(bool(hybridize), bool(channels_last), autocast,
@@ -130,10 +130,10 @@ def _options(network: base.Network, batch_norm: str, dtype: str | None,
 
 
 def _collect(size: int) -> None:
-    """Free the networks that nobody has, before one of `size` bytes.
+    """Free unreferenced networks before allocating one of `size` bytes.
 
-    They are in cycles, which Python itself looks for after hundreds of small
-    networks, and after as many large ones. Looking takes 0.1 to 0.4 s.
+    They are in reference cycles, which Python itself collects only after
+    hundreds of networks, large ones too. A collection takes 0.1 to 0.4 s.
     """
     global _left
     if initialized and (size >= 64 << 20
@@ -146,8 +146,8 @@ def _collect(size: int) -> None:
 
 def _span(backend: base.Backend, devices: Sequence[Device],
           options: dict[str, Any]) -> distributed.Span:
-    """Where `devices` are among those of all processes, which have the same
-    packages and `options` (`mgpu.errors.ModelMismatch`)."""
+    """The position of `devices` among those of all ranks. Raises
+    `mgpu.errors.ModelMismatch` unless packages and `options` agree."""
     world = distributed.current()
     if world.size > 1:
         world.agree("mgpu.initialize", {
@@ -164,64 +164,64 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
                batch_norm: str = "per_device", hybridize: bool = False,
                channels_last: bool = False, autocast: str | None = None,
                ctx: Any = None) -> Replicas:
-    """Put a network on a list of devices, all with the same values.
+    """Put a network on a list of devices, with the same values on each.
 
-    The network's own values stay. What has none is drawn: networks of
-    `mgpu.models`, and Gluon networks without ``net.initialize()``. A
-    deferred ``net.initialize(X)`` is carried out by Gluon when shapes are
-    known, and lazy torch layers get what torch gives them. `init` draws
-    everything. ``repr(replicas)`` says what was kept and what was drawn.
+    The network's values are kept. Parameters without values are initialized:
+    those of `mgpu.models`, and of Gluon networks without
+    ``net.initialize()``. Gluon completes a deferred ``net.initialize(X)``
+    when shapes are known, and torch initializes its lazy layers. `init`
+    initializes all parameters. ``repr(replicas)`` shows how many were kept
+    and how many were initialized ("drawn").
 
     Parameters
     ----------
     net : gluon.Block or torch.nn.Module
         Trained in place: see `Replicas.net`.
     devices, ctx : device, or sequence of distinct devices
-        One of them: the second is Gluon's word.
+        Pass one of them: `ctx` is Gluon's name.
     init : Initializer, str, function of ``torch.nn.init``, "keep" or None
-        Draws all weights, once, in NumPy, from (`seed`, number of the
+        Initializes all weights, once, in NumPy, from (`seed`, index of the
         parameter): bit-identical on all devices and, for the same layers in
         the same order, on both backends. Biases, gammas, betas and running
-        statistics follow Gluon's rules then (0, 1, 0, 0 and 1), and a
-        layer's own Gluon initializer wins. Parameters that mgpu does not
-        know (a vector that scales a layer, names of the user's own) keep
-        the network's values. None draws only what has no value, by Gluon's
-        default, ``Uniform(0.07)``; "keep" refuses to draw. A function of
+        statistics follow Gluon's rules (0, 1, 0, 0 and 1), and a layer's own
+        Gluon initializer takes precedence. Parameters of unknown kind (a
+        vector that scales a layer, user-defined names) keep their values.
+        None initializes only parameters without values, by Gluon's default
+        ``Uniform(0.07)``. "keep" raises if a value is missing. A function of
         ``torch.nn.init``, or `functools.partial` of one with options, has
-        torch's formula, fans and defaults, and NumPy's random numbers, on
-        either backend; it draws weights, and biases are 0 as above. To draw by
-        functions of your own, or biases, call them before ``initialize``
-        (``net.apply(f)``), and pass no init.
+        torch's formula, fans and defaults, with NumPy's random numbers, on
+        either backend; it initializes weights, and biases are 0 as above. For
+        user-defined functions, or biases, call ``net.apply(f)`` before
+        ``initialize``, and pass no `init`.
     seed : int, optional
-        Of what is drawn; 0 if not given.
+        Of the initial values; 0 by default.
     sample : array, tuple or list of arrays, or Kwargs, optional
-        What the network is called with, for deferred or lazy shapes; floats
-        from NumPy take the dtype of the network. Without it the shapes are
-        completed once, at the first forward pass.
+        An input of the network, to complete deferred or lazy shapes; NumPy
+        floats are cast to the dtype of the network. Without it the first
+        forward pass completes the shapes.
     force_reinit : bool
-        Draw everything again, running statistics included; with
-        ``init="keep"``: the same values. (A second `initialize` of a network
-        makes the replicas of the first one void.)
+        Initialize everything again, running statistics included; with
+        ``init="keep"``: keep the values. (A second `initialize` of a network
+        invalidates the replicas of the first one.)
     dtype : str, optional
         Cast the network, for example to ``"float64"``.
     batch_norm : {"per_device", "average", "sync"}
-        One set of running statistics per device; their plain mean after
-        each step; or joint statistics of the whole batch, weighted by rows.
-        Over the devices of all processes.
+        "per_device": running statistics of each device. "average": their
+        mean after each step. "sync": statistics of the whole batch, over the
+        devices of all ranks.
     hybridize : bool
         Compile the network: Gluon's ``hybridize(static_alloc=True)``,
-        ``torch.compile`` with static shapes. A new shape of inputs (a short
-        last batch) is compiled when it first comes, on torch for many
-        seconds. Numbers are those without it to rounding (on MXNet: to the
-        last bit); dropout masks are the same. Not with "sync".
+        ``torch.compile`` with static shapes. A new input shape (a short last
+        batch) is compiled at its first use, which takes many seconds on
+        torch. Results agree to rounding (on MXNet bit for bit); dropout masks
+        are the same. Not supported with "sync".
     channels_last : bool
-        Let 4-d weights and inputs lie in memory with the channels last
-        (torch; results agree to rounding). MXNet has no such switch: nothing
-        changes there.
+        Store 4-d weights and inputs with the channels last (torch; results
+        agree to rounding). No effect on MXNet, which does not support it.
     autocast : {None, "bfloat16", "float16"}
         Torch only: run the forward pass, and in `train_batch` the loss,
         under ``torch.autocast`` of that dtype. Weights, gradients, running
-        statistics and the network's outputs are float32; bfloat16 rounds to
+        statistics and the network's outputs are float32. bfloat16 rounds to
         2**-8 relative, float16 to 2**-11, and may need the `loss_scale` of
         `Trainer`.
 
@@ -230,16 +230,16 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
     Raises
     ------
     TypeError
-        Not a network of the backend that `mgpu.set_backend`,
-        `mgpu.using_backend` or ``MGPU_BACKEND`` has chosen. Without a choice
-        the network decides.
+        `net` is not a network, or of another backend than the one selected by
+        `mgpu.set_backend`, `mgpu.using_backend` or ``MGPU_BACKEND``. Without
+        a selection the network determines the backend.
     RuntimeError
         "keep" and the network has no values; or `hybridize` without a
         compiler.
     ValueError
-        A wrong option or device, or an option that the backend cannot give
-        this network; a `seed` where nothing is drawn. Nothing has changed
-        then.
+        An invalid option or device, or an option that the backend does not
+        support for this network; a `seed` without parameters to initialize.
+        Nothing has changed.
     """
     backend = backend_for(net)
     devices = as_devices(one_given(devices=devices, ctx=ctx))
@@ -260,7 +260,7 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
     deferred = sample is None and any(
         spec.shape is None for spec in network.specs()) \
         and network.defer(devices, drawing.by_shape())
-    # The backend draws what is deferred.
+    # The backend initializes deferred parameters.
     replicas = Replicas(network, backend, devices, batch_norm,
                         dict if deferred else drawing.known, drawing.origin,
                         span)

@@ -29,7 +29,7 @@ from mgpu.data.inputs import inputs_for
 from mgpu.data.nested import (NoRows, OnDevices, examples_of, is_empty,
                               shards_of)
 from mgpu.errors import ReplicaMismatchError
-from mgpu.nn.batch_norm import Joint, Meeting, SyncBatchNorm
+from mgpu.nn.batch_norm import Joint, DeviceThreads, SyncBatchNorm
 from mgpu.training.parameters import BUFFERS, STATISTICS, Parameter
 from mgpu.training.prediction import predict
 from mgpu.training.replicas import shards, values
@@ -41,7 +41,7 @@ from mgpu.utils.files import FilePath
 # backends start for it.
 _thread: ContextVar[Any] = ContextVar("mgpu_thread", default=None)
 
-#: names of networks that `Replicas` do not have
+#: names of networks that `Replicas` do not support
 _HINTS = {
     **dict.fromkeys(("cast", "half", "float", "double", "bfloat16", "type",
                      "to", "cuda", "cpu", "initialize", "reset_ctx"),
@@ -60,7 +60,7 @@ class _OfNetwork(Hints):
 
 
 class Exclusive:
-    """The block of `Replicas.owned`."""
+    """Exclusive use of replicas by one thread."""
 
     def __init__(self, replicas: "Replicas") -> None:
         self._replicas = weakref.proxy(replicas)
@@ -75,9 +75,9 @@ class Exclusive:
                 _thread.set(me)
             if self._owner and self._owner[-1] is not me:
                 raise RuntimeError(
-                    "one thread at a time uses the replicas of a network; "
-                    "received a call while another thread runs or trains "
-                    "them. Give each thread a network of its own.")
+                    "only one thread at a time may use the replicas of a "
+                    "network; received a call while another thread uses "
+                    "them. Give each thread a separate network.")
             self._replicas.check_valid()
             self._owner.append(me)
 
@@ -114,26 +114,27 @@ class ReplicaView(_OfNetwork):
 class Replicas(_OfNetwork, abc.Sequence):
     """A network on a list of devices. Made by `initialize`.
 
-    The network itself is the only state. ``replicas(shards)`` takes a list
-    with one shard for each device, runs the network on all of them at the
-    same time, and returns a list; ``replicas[i](x)`` runs it on device i.
-    Where a shard is empty or None the result is None. Other devices than the
-    first run copies, which each pass overwrites from the network; the
-    gradients of all devices are added up in the network's own parameters.
+    The network itself holds the only parameters. ``replicas(shards)`` takes a
+    list with one shard for each device, runs the network on all devices in
+    parallel, and returns a list; ``replicas[i](x)`` runs it on device i. The
+    result for an empty shard or None is None. The other devices run copies,
+    which each pass overwrites from the network; the gradients of all devices
+    are summed in the network's own parameters.
 
-    Layers train inside `mgpu.record`. Outside it they predict and nothing is
-    recorded, whatever their own flags say; but layers of a torch network in
-    eval mode that were put into training mode again, such as dropout, train
-    there. Such a network in eval mode predicts in `record` too, under
-    ``torch.no_grad()``; with gradients it is refused (`mgpu.record` has
-    ``train_mode=False`` for them).
+    Layers train inside `mgpu.record`. Outside it they are in prediction mode
+    without recording, whatever their own flags are. Exception: in a torch
+    network in eval mode, layers that were set back to training mode, such as
+    dropout, train there. Such a network in eval mode predicts in `record`
+    too, under ``torch.no_grad()``; with gradients it raises (use
+    ``mgpu.record(train_mode=False)``).
 
     A network with several inputs takes ``replicas[i](a, b)``, and either
     ``replicas(a_shards, b_shards)`` or shards that are tuples or lists of
     arrays. A named tuple of arrays is one input, so is a tuple in a tuple,
-    ``((a, b),)``, and so is a dict, unless forward takes names only. Names are
-    ``replicas[i](x, mask=m)``, ``replicas(shards, mask=mask_shards)``, or
-    `mgpu.Kwargs` at the end of a shard.
+    ``((a, b),)``, and so is a dict, unless forward takes only keyword
+    arguments. Pass keyword arguments as ``replicas[i](x, mask=m)``,
+    ``replicas(shards, mask=mask_shards)``, or as `mgpu.Kwargs` at the end of
+    a shard.
 
     Attributes
     ----------
@@ -142,10 +143,10 @@ class Replicas(_OfNetwork, abc.Sequence):
         The user's own network, on the first device. Training changes it in
         place. Methods other than forward run on it.
     backend : Backend
-        The backend that was in use when the network was initialized.
+        The backend in use when the network was initialized.
     batch_norm : str
     network : mgpu.backends.base.Network
-        What the backend knows of `net`: its layers, for example.
+        The backend's view of `net`: its layers, for example.
     """
 
     _internal = (
@@ -162,31 +163,31 @@ class Replicas(_OfNetwork, abc.Sequence):
                  span: distributed.Span) -> None:
         self.network, self.backend = network, backend
         self.devices, self.batch_norm = devices, batch_norm
-        #: these devices among those of all processes
+        #: the position of these devices among those of all ranks
         self.span = span
-        #: gives values that the network lacks; None once it has them
+        #: returns the initial values; None once they are written
         self._draw: Callable[[], Mapping[str, np.ndarray]] | None = draw
-        self._origin = origin       # of the values, in words
+        self._origin = origin       # description of the values
         self._completing = threading.Lock()
         self._views = [ReplicaView(self, i) for i in range(len(devices))]
         self._entries = [Parameter(self, i, spec)
                             for i, spec in enumerate(network.specs())]
-        self._exclusive = Exclusive(self)           # see `owned`
+        self._exclusive = Exclusive(self)           # see `exclusive`
         names = [p.name for p in network.inputs()]
         #: by batch axis
         self._split = cache(lambda batch_axis: BatchSplit(
             names, batch_axis, (), backend))
-        #: over processes: parameters whose gradients hold the sum of all
-        #: ranks, to which the next backward pass adds
+        #: parameters whose gradients hold the sum over all ranks, to which
+        #: the next backward pass adds
         self.carried: list[Parameter] = []
-        self._kept: dict[str, int] = {}
-        #: since the last step: the devices whose passes have trained, and
-        #: whether this rank had no examples of a batch
+        self._accumulated: dict[str, int] = {}
+        #: since the last step: the devices with training passes, and whether
+        #: this rank had no examples of a batch
         self._trained: list[int] = []
         self._missed = False
         #: `moved` of each rank, in a step
         self.moved_by_rank: list[list[int]] | None = None
-        # whether other processes, without rows, take part in this pass
+        # whether ranks without examples take part in this pass
         self._served = False
 
     @property
@@ -218,8 +219,8 @@ class Replicas(_OfNetwork, abc.Sequence):
 
     def complete_values(self, inputs: tuple[Any, ...] | None = None,
                         device: Device | None = None) -> None:
-        """Draw what has no value, once shapes are known: by a pass of
-        `inputs` on `device`, where they are not."""
+        """Initialize missing values when shapes are known; a pass of `inputs`
+        on `device` infers unknown shapes."""
         with self._completing:
             if self._draw is None:
                 return
@@ -231,9 +232,9 @@ class Replicas(_OfNetwork, abc.Sequence):
             unknown = [spec.name for spec in specs if spec.shape is None]
             if unknown:
                 raise ValueError(
-                    "a forward pass completes the shapes of all layers; "
-                    f"received a network that calls no layer of {unknown}. "
-                    "Give these layers their input size, or take them out.")
+                    "the first forward pass must call all layers to complete "
+                    f"their shapes; received a network that does not call "
+                    f"{unknown}. Set their input sizes, or remove them.")
             drawn = self._draw()
             with self.backend.scope(recording=False):
                 self.network.place(self.devices)
@@ -245,8 +246,8 @@ class Replicas(_OfNetwork, abc.Sequence):
             self._agree()
 
     def _agree(self) -> None:
-        """All processes hold the same parameters, with the values of rank
-        0. Raises `mgpu.errors.ModelMismatch`."""
+        """Check that all ranks have the same parameters, and broadcast the
+        values of rank 0. Raises `mgpu.errors.ModelMismatch`."""
         if not self.span.wide:
             return
         self.span.world.agree("the network", {"parameters": [
@@ -257,60 +258,59 @@ class Replicas(_OfNetwork, abc.Sequence):
             "Make the same network on every rank.")
         share_values([[p.data()] for p in self.all_parameters()], self.span)
 
-    def owned(self) -> AbstractContextManager[None]:
-        """Acquire exclusive use: inside the block no other thread may use
-        these replicas, but for the threads that `mgpu.parallel` starts. It
-        does not wait.
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Acquire exclusive use of the replicas in a block: only this thread
+        and those of `mgpu.parallel` in it may use them. Does not wait.
 
         Raises
         ------
         RuntimeError
-            Another thread uses them, or another `initialize` of the network
-            has made them void.
+            Another thread holds it, or another `initialize` of the network
+            has invalidated the replicas.
         """
         return self._exclusive
 
     def check_valid(self) -> None:
-        """Raise RuntimeError if another `initialize` has made them void."""
+        """Raise RuntimeError if another `initialize` has invalidated them."""
         if self._draw is None and replicas_on(self.net) is not self:
             raise RuntimeError(
-                "these replicas are void: the network was initialized again. "
-                "Use what that call returned.")
+                "these replicas are invalid: the network was initialized "
+                "again. Use the result of the last mgpu.initialize.")
 
     def check_complete(self) -> None:
-        """RuntimeError before the parameters have values."""
+        """Raise RuntimeError if the parameters have no values yet."""
         if self._draw is not None:
             self.complete_values()  # a native call may have found the shapes
         if self._draw is not None:
             raise RuntimeError(
                 "the parameters have no values yet: a shape is unknown until "
-                "the first forward pass. Run one, replicas(shards), or pass "
+                "the first forward pass. Run replicas(shards), or pass "
                 "sample= to mgpu.initialize.")
 
     def all_parameters(self) -> list[Parameter]:
-        """`params`, then `buffers`, as the backend counts them."""
+        """`params`, then `buffers`, in the backend's order."""
         return self._entries
 
     def params(self) -> list[Parameter]:
-        """All parameters, frozen ones too, in the order of the layers."""
+        """Return all parameters, frozen ones included, in layer order."""
         return [p for p in self._entries if p.kind not in BUFFERS]
 
     def buffers(self) -> list[Parameter]:
-        """Running statistics and other state without a gradient."""
+        """Return running statistics and other state without a gradient."""
         return [p for p in self._entries if p.kind in BUFFERS]
 
     def statistics(self) -> list[Parameter]:
-        """The running means and variances among `buffers`."""
+        """Return the running means and variances among `buffers`."""
         return [p for p in self._entries if p.kind in STATISTICS]
 
     def grad_reqs(self) -> dict[str, str]:
-        """`Parameter.grad_req` by name, as it is now."""
+        """Return the current `Parameter.grad_req` by name."""
         return {p.name: p.grad_req for p in self._entries}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set every gradient to zero. They are no new ones any more: what has
-        been cleared is not applied, and no step is due. `set_to_none` is
-        torch's word: gradients stay arrays here, of zeros."""
+        """Set all gradients to zero, and mark them as used: the next step
+        does not apply them. `set_to_none` is accepted for torch and has no
+        effect: gradients remain arrays."""
         self.check_valid()
         for p in self.params():
             p.zero_grad()
@@ -320,30 +320,30 @@ class Replicas(_OfNetwork, abc.Sequence):
     fit_numpy = values.fit_numpy
 
     def save(self, file: FilePath) -> None:
-        """Write weights and buffers to `file` (safetensors with digests),
-        whole or not at all: what `export_numpy` gives. The same file loads on
-        either backend and any number of devices, and other programs read it;
-        they find one array more, "sha256". With
-        several processes rank 0 writes, and all call it. Waits for pending
-        work. OSError as `mgpu.save_checkpoint`; ValueError for an ending that
-        names another format, such as ``.pt``: use ``.safetensors``, or
-        `save_parameters` for Gluon's ``.params``."""
+        """Write parameters and buffers to `file` (safetensors with digests),
+        atomically: the values of `export_numpy`. The file loads on either
+        backend and any number of devices, and in other programs, where it has
+        one more array, "sha256". In distributed training rank 0 writes: call
+        it on every rank. Waits for pending work. Raises OSError as
+        `mgpu.save_checkpoint` does, and ValueError for an ending of another
+        format, such as ``.pt``: use ``.safetensors``, or `save_parameters`
+        for Gluon's ``.params``."""
         weight_files.save(self, file)
 
     def load(self, file: FilePath) -> None:
-        """Read what `save` wrote, or a safetensors file of another program
-        with these names, onto all devices, each rounded to its dtype. A norm's
-        gamma and beta may be called weight and bias, as torch does. With
-        several processes each reads the file.
+        """Load a file of `save`, or another safetensors file with these
+        names, onto all devices, each value cast to the parameter's dtype.
+        torch's names weight and bias are accepted for a norm's gamma and
+        beta. In distributed training each rank reads the file.
 
         Raises
         ------
         ValueError
-            As `import_numpy`; a checkpoint, or a trainer's states. Nothing
-            has changed then.
+            As `import_numpy`; the file is a checkpoint, or holds a trainer's
+            states. Nothing has changed.
         CheckpointCorrupt
-            A ValueError: a damaged file, no safetensors, or dtypes that
-            NumPy does not have. Nothing has changed then.
+            A ValueError: the file is corrupt, not safetensors, or has dtypes
+            that NumPy does not have. Nothing has changed.
         OSError
             The file cannot be opened.
         RuntimeError
@@ -369,8 +369,8 @@ class Replicas(_OfNetwork, abc.Sequence):
     # -- checking -----------------------------------------------------------
 
     def digest(self) -> dict[str, int] | None:
-        """A checksum of each parameter, with several processes; None: there
-        is one, or no values yet. Reads all of them."""
+        """A checksum of each parameter in distributed training; None for a
+        single process, or without values. Reads all parameters."""
         if not (self.span.wide and self.complete):
             return None
         return {**{f"layer {path or 'of the whole network'}": zlib.crc32(
@@ -383,22 +383,22 @@ class Replicas(_OfNetwork, abc.Sequence):
             np.ascontiguousarray(self.backend.to_numpy(x)).tobytes())
 
     def check_digests(self, digests: Sequence[dict[str, int] | None]) -> None:
-        """Refuse processes whose parameters differ (`digest` of each), as
-        after a write on one of them (ReplicaMismatchError)."""
+        """Raise ReplicaMismatchError if the parameters of ranks differ
+        (`digest` of each), for example after a write on one of them."""
         for rank, digest in enumerate(digests):
             for name, own in (digest or {}).items():
                 if (digests[0] or {}).get(name) != own:
                     raise ReplicaMismatchError(
-                        "all processes hold the same network; received other "
+                        "all ranks must hold the same network; received other "
                         f"values or options of {name!r} on rank {rank} than "
-                        f"on rank 0 (this is {self.span.world!r}). Change a "
-                        "network on every rank alike, or load a checkpoint.")
+                        f"on rank 0 (this is {self.span.world!r}). Change the "
+                        "network alike on every rank, or load a checkpoint.")
 
     def check_equal(self) -> None:
-        """With several processes, check that all hold the same parameters:
-        call it on every rank. `Trainer` does it after each update under
-        ``MGPU_DEBUG=1``. (The devices of one process have them by
-        construction.) Reads everything, and waits for pending work.
+        """Check that all ranks hold the same parameters: call it on every
+        rank. `Trainer` calls it after each update under ``MGPU_DEBUG=1``.
+        (The devices of one process hold them by construction.) Reads all
+        parameters, and waits for pending work.
 
         Raises
         ------
@@ -415,33 +415,34 @@ class Replicas(_OfNetwork, abc.Sequence):
     # -- running ------------------------------------------------------------
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Inside the block, arithmetic of this thread and of `mgpu.parallel`
-        follows the `autocast` of `initialize`: for a loss that is not
-        computed by `train_batch`. Without that option, nothing."""
+        """Apply the `autocast` of `initialize` in a block, for this thread
+        and `mgpu.parallel`: for a loss that is not computed by `train_batch`.
+        Without that option it has no effect."""
         return self.network.autocast(self.devices)
 
     def predict(self, X: Any, batch_size: int | None = None, *,
                 device: Any = None) -> Any:
-        """The outputs for all rows of `X`, as NumPy arrays, in their order.
+        """Compute the outputs for all examples of `X`, as NumPy arrays.
 
-        Runs in prediction mode, and builds no graph; training flags and
-        statistics are left as they were. With several processes each gives
-        its own rows, and gets their outputs.
+        Runs in prediction mode without recording; training modes and running
+        statistics are unchanged. The order of the examples is kept. In
+        distributed training each rank passes its own examples, and gets their
+        outputs.
 
         Parameters
         ----------
         X : array, tuple, list or dict of arrays, or iterable of batches
-            What the network is called with, split over the devices: native
-            or NumPy; of fewer rows than devices too. A tuple or list stands
-            for several inputs; of a dict forward gets the entries that it
-            names, or the dict if it is one input. Any other iterable is a
-            loader (of a list of batches, ``iter(batches)``). Its batches are
-            those of `train`, (inputs, labels), whose labels are not used; or
-            inputs alone. Two arrays are two inputs where forward needs two.
+            Inputs of the network, native or NumPy, split over the devices;
+            there may be fewer examples than devices. A tuple or list stands
+            for several inputs. Of a dict forward gets the entries that it
+            names, or the dict if it is one input. Another iterable is a
+            loader (of a list of batches: ``iter(batches)``). Its batches are
+            inputs, or (inputs, labels), whose labels are not used. Two arrays
+            are two inputs if forward needs two.
         batch_size : int, optional
-            Rows of one pass over all devices, of arrays; by default all.
+            Examples of one pass over all devices, for arrays. Default: all.
         device : device, optional
-            Run only there. All devices use the network's own running
+            The only device to use. All devices use the network's own running
             statistics.
 
         Returns
@@ -451,18 +452,18 @@ class Replicas(_OfNetwork, abc.Sequence):
         Raises
         ------
         ValueError
-            No rows; arrays of other numbers of rows; an output without a row
-            for each row of the input; a device that the network is not on; a
-            batch of two arrays where the second input of forward is optional.
+            No examples; arrays of different lengths; an output without a
+            batch dimension; the network is not on `device`; a
+            batch of two arrays if the second input of forward is optional.
         TypeError
-            Neither arrays nor an iterable; an iterable and `batch_size`; an
-            array of the other framework.
+            `X` is neither arrays nor an iterable; an iterable and
+            `batch_size`; an array of the other framework.
         """
         return predict(self, X, batch_size, device)
 
     def _mode(self) -> AbstractContextManager[None]:
-        """Inside the block replicas predict, if the user has told the network
-        to."""
+        """A block in prediction mode, if the user has set the network to
+        it."""
         if self.backend.is_training() and self.network.predicts():
             return self.backend.scope(recording=False, training=False)
         return contextlib.nullcontext()
@@ -473,7 +474,7 @@ class Replicas(_OfNetwork, abc.Sequence):
         with self._mode():
             if self._syncs():
                 raise RuntimeError(
-                    "with batch_norm='sync' all replicas train together; "
+                    "with batch_norm='sync' all replicas must run together; "
                     f"received inputs for replica {i} only. Call "
                     "replicas(shards) instead of replicas[i](x).")
             return self._run_rows(self._rows({i: inputs}))[0][i]
@@ -485,30 +486,30 @@ class Replicas(_OfNetwork, abc.Sequence):
                     name: shards_of(one) for name, one in named.items()}))
         if named:
             inputs = *inputs, shards.by_device(named, len(self), self.backend)
-        with self.owned(), self._mode():
+        with self.exclusive(), self._mode():
             if self.span.wide and not self._syncs() \
                     and shards.are_empty(inputs, len(self)):
                 if self.backend.is_recording():
-                    self.pass_over()
+                    self.skip_pass()
                 return NoRows([None] * len(self))
             outputs, _ = self._run(inputs)
             return [outputs.get(i) for i in range(len(self))]
 
     def joined(self, shards: Sequence[Any], labels: Sequence[Any] = (),
                batch_axis: int = 0) -> tuple[Any, list[int]]:
-        """``replicas(shards)``, joined on the first device: arrays with an
-        entry for each example, in the order of the devices; and the number
-        of examples on each device that has some. `labels`: those of each
-        device, which may tell that a list has an entry for each example.
-        `batch_axis`: where the inputs have the examples; the axis of the
-        outputs is found.
+        """Run ``replicas(shards)`` and concatenate the outputs on the first
+        device. Returns them in the order of the devices, and the number of
+        examples on each device that has some. `labels`: the labels of each
+        device; their lengths show whether a list has one item per example.
+        `batch_axis`: the batch dimension of the inputs; that of the outputs
+        is detected.
 
         Raises
         ------
         ValueError
-            An output without an axis for the examples.
+            An output without a batch dimension.
         """
-        with self.owned(), self._mode():
+        with self.exclusive(), self._mode():
             outputs, joining = self._run((shards,), labels, batch_axis)
             found = list(outputs.values())
             return (found[0] if len(found) == 1 and 0 in outputs
@@ -518,7 +519,7 @@ class Replicas(_OfNetwork, abc.Sequence):
              labels: Sequence[Any] = (), batch_axis: int = 0
              ) -> tuple[dict[int, Any], Joining]:
         outputs: dict[int, Any] = {}
-        with self.told() if self._syncs() else contextlib.nullcontext():
+        with self.reporting() if self._syncs() else contextlib.nullcontext():
             for column in inputs:
                 shards.check_column(column, len(self), self.backend)
             rows = self._rows(dict(enumerate(zip(*inputs))))
@@ -531,13 +532,13 @@ class Replicas(_OfNetwork, abc.Sequence):
 
     def _rows(self, given: Mapping[int, tuple[Any, ...]]
               ) -> dict[int, tuple[Any, ...]]:
-        """The inputs of each device that has rows, checked."""
+        """The checked inputs of each device with examples."""
         check_task()
         elsewhere = recording_elsewhere(self.backend)
         if elsewhere:
             raise RuntimeError(
-                f"replicas of the {self.backend.name} backend run inside a "
-                f"record() of theirs; received one of {elsewhere!r}. Choose "
+                f"replicas of the {self.backend.name} backend require its "
+                f"own record(); received one of {elsewhere!r}. Select "
                 "the backend with mgpu.using_backend before record().")
         rows = {}
         for i, row in given.items():
@@ -550,8 +551,8 @@ class Replicas(_OfNetwork, abc.Sequence):
                 rows[i] = row
         if not rows:
             raise ValueError(
-                "a network runs on one row or more; received none on "
-                f"{self.devices}. Leave an empty batch out.")
+                "a network needs at least one example; received none on "
+                f"{self.devices}. Skip empty batches.")
         return rows
 
     def _run_rows(self, rows: Mapping[int, tuple[Any, ...]],
@@ -568,7 +569,7 @@ class Replicas(_OfNetwork, abc.Sequence):
 
     def _joining(self, calls: Mapping[int, Call],
                  labels: Sequence[Any] = (), batch_axis: int = 0) -> Joining:
-        """How what the devices give is joined."""
+        """How the outputs of the devices are concatenated."""
         split = self._split(batch_axis)
         sizes = [
             len(args[0]) if labels and args and isinstance(args[0], list)
@@ -589,12 +590,12 @@ class Replicas(_OfNetwork, abc.Sequence):
                      split.form(*call)), probe)
 
     def _begin(self, active: Sequence[int]) -> None:
-        """A pass of these devices begins."""
+        """Begin a pass on these devices."""
         if not self.backend.is_recording():
             return
         if self.backend.is_training():
             self._trained += [i for i in active if i not in self._trained]
-        self._kept, carried = self.kept_sums(), self.carried
+        self._accumulated, carried = self.accumulated(), self.carried
         self.carried = []
         if carried and not self.span.world.is_main:
             with self.backend.scope(recording=False):
@@ -603,45 +604,46 @@ class Replicas(_OfNetwork, abc.Sequence):
                             and self.backend.has_gradient(p.data()):
                         self.backend.grad(p.data())[...] = 0
 
-    def kept_sums(self) -> dict[str, int]:
-        """With several processes: by name a checksum of each sum that the
-        passes of this step have added to, as it was before them."""
+    def accumulated(self) -> dict[str, int]:
+        """In distributed training the checksums by name of gradients to which
+        passes of this step have added, before these passes."""
         return {p.name: self._checksum(self.backend.grad(p.data()))
                 for p in self.carried if p.grad_req == "add"} \
-            if self.carried else self._kept
+            if self.carried else self._accumulated
 
     def _run_synchronized(self, active: list[int], run: Callable[[], Any]
                           ) -> Any:
-        meeting, joint = Meeting(active), None
+        threads, joint = DeviceThreads(active), None
         if self.span.wide:
             self._served = not all(self._begin_pass(True))
             joint = Joint(self.backend, self.span.world.sums)
-        rule = SyncBatchNorm(self.backend, meeting, joint)
+        rule = SyncBatchNorm(self.backend, threads, joint)
         with self.network.use_batch_norm(
-                rule, partial(meeting.run, self.backend)):
+                rule, partial(threads.run, self.backend)):
             return run()
 
     def compute_gradients(self, shards: Sequence[Any],
-                          head: Callable[[int, Any], Any]) -> None:
-        """``replicas(shards)``, then ``head(i, output)``, a native array, for
-        each device with rows, and one backward pass; inside `record`."""
+                          loss_on_device: Callable[[int, Any], Any]) -> None:
+        """Run ``replicas(shards)``, then ``loss_on_device(i, output)``, a
+        native array, for each device with examples, and one backward pass;
+        inside `record`."""
         outputs = self(shards)
         self.backend.backward(self.backend.parallel([
-            partial(head, i, x) for i, x in enumerate(outputs)
+            partial(loss_on_device, i, x) for i, x in enumerate(outputs)
             if x is not None]))
 
     # -- other processes ------------------------------------------------------
 
-    def pass_over(self) -> None:
-        """No device of this process has rows of a batch that others have.
-        RuntimeError where the shapes of the network are not known yet: no
-        rows tell them."""
+    def skip_pass(self) -> None:
+        """Skip a batch of which this rank has no examples, and others have.
+        Raises RuntimeError if the shapes of the network are unknown: only
+        examples can complete them."""
         if not self.complete:
             raise RuntimeError(
                 "the first batch completes the shapes of the network on every "
-                f"rank; received none of its rows on {self.span.world!r}. "
+                f"rank; received none of its examples on {self.span.world!r}. "
                 "Pass sample= to mgpu.initialize, or begin with a batch that "
-                "has a row for every device.")
+                "has an example for every device.")
         self._missed = True
         for p in self.params():     # of an earlier batch
             if p.grad_req == "write":
@@ -659,15 +661,15 @@ class Replicas(_OfNetwork, abc.Sequence):
 
     @property
     def moved(self) -> list[int]:
-        """The devices whose buffers are those of the passes since the last
-        step."""
+        """The devices whose buffers passes since the last step have
+        updated."""
         return [] if self.joint and self._missed else self._trained
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Passes in the block meet those of other processes: these hear of an
-        error in it. Buffers are as before it then, as on those that the
-        error kept from their backward pass."""
+    def reporting(self) -> Iterator[None]:
+        """Report an error in the block to the other ranks, whose passes
+        synchronize with those of the block. Buffers are then restored, as on
+        the ranks whose backward pass the error prevented."""
         if not (self.joint and self.span.wide):
             yield
             return
@@ -684,31 +686,31 @@ class Replicas(_OfNetwork, abc.Sequence):
             raise
 
     def _begin_pass(self, rows: bool) -> list[bool]:
-        """All processes begin a pass together; which of them have rows."""
+        """Begin a pass on all ranks. Returns which of them have examples."""
         return self.span.world.sums.begin(
             rows, self.backend.name,
             partial(self.backend.synchronize, self.devices))
 
     def discard_gradients(self) -> None:
-        """Let no step apply what earlier backward passes have written, but
-        for gradients that are added up."""
+        """Mark the gradients of earlier backward passes as used, so that no
+        step applies them, except those with ``grad_req="add"``."""
         for p in self.params():
             x = self.network.array(p.number)
             if self.backend.is_fresh(x) and p.grad_req == "write":
                 self.backend.mark_used(x)
 
     def end_pass(self) -> None:
-        """The backward passes of a batch have ended on this process."""
+        """Note that the backward passes of a batch have ended on this rank."""
         if self._served:
             self._served = False
             self.span.world.sums.end()
 
     def after_step(self) -> None:
-        """What `Trainer` calls when a step is done: ranks without examples
-        take the buffers of the first that had some, then ``"average"``
-        replaces the statistics by their means over devices."""
+        """Finish a step for `Trainer`: ranks without examples take the
+        buffers of the first rank with examples, then ``"average"`` replaces
+        the statistics by their means over devices."""
         ranks, self.moved_by_rank = self.moved_by_rank, None
-        self._trained, self._missed, self._kept = [], False, {}
+        self._trained, self._missed, self._accumulated = [], False, {}
         columns = {p: p.list_data() for p in self.buffers()} \
             if ranks is not None or self.batch_norm == "average" else {}
         if ranks is not None and any(ranks) \
@@ -730,19 +732,19 @@ class Replicas(_OfNetwork, abc.Sequence):
 
 
 def _without_addresses(text: str) -> str:
-    """A function of the user's is printed with its address."""
+    """Remove addresses, as of a user-defined function, from a repr."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
-#: the networks that are on devices, in the order of their `initialize`
+#: the initialized networks, in order
 initialized: "weakref.WeakKeyDictionary[Any, None]" = \
     weakref.WeakKeyDictionary()
-#: where a network keeps its `Replicas`
-_OWNED = "_mgpu_replicas"
+#: the attribute of a network for its `Replicas`
+_ATTRIBUTE = "_mgpu_replicas"
 
 
-class _Owned:
-    """A network's `Replicas`; a copy of the network has none."""
+class _Reference:
+    """A reference to a network's `Replicas`; a copied network has none."""
 
     def __init__(self, replicas: Replicas | None = None) -> None:
         self.replicas = replicas
@@ -750,17 +752,17 @@ class _Owned:
     def __reduce__(self) -> Any:
         return dict, ()     # a pickle needs no mgpu
 
-    def __deepcopy__(self, memo: Any) -> "_Owned":
-        return _Owned()
+    def __deepcopy__(self, memo: Any) -> "_Reference":
+        return _Reference()
 
 
 def replicas_on(net: Any) -> Replicas:
     """The replicas of one of the `initialized` networks."""
-    found: Replicas = vars(net)[_OWNED].replicas
+    found: Replicas = vars(net)[_ATTRIBUTE].replicas
     return found
 
 
 def keep(replicas: Replicas) -> None:
-    """Let the network hold `replicas`; earlier ones are void from now on."""
-    vars(replicas.net)[_OWNED] = _Owned(replicas)
+    """Attach `replicas` to their network; earlier ones become invalid."""
+    vars(replicas.net)[_ATTRIBUTE] = _Reference(replicas)
     initialized[replicas.net] = None

@@ -1,4 +1,4 @@
-"""Which parameters a Trainer moves."""
+"""Select the parameters that a Trainer updates."""
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,8 +8,8 @@ from mgpu.training.replicas.replicas import Replicas, initialized, replicas_on
 
 
 def replicas_of(parameters: Any) -> tuple[Replicas, frozenset[str] | None]:
-    """The replicas of the network that has `parameters`, and the names of
-    these; None: all that it has.
+    """The replicas of the network of `parameters`, and the names of these;
+    None: all of the network's.
 
     Parameters
     ----------
@@ -20,10 +20,10 @@ def replicas_of(parameters: Any) -> tuple[Replicas, frozenset[str] | None]:
     Raises
     ------
     TypeError
-        Something else.
+        `parameters` is of another type.
     ValueError
-        No parameter; parameters of no network that mgpu has initialized, or
-        of several; one of them twice.
+        No parameter; parameters of networks that mgpu has not initialized, or
+        of several networks; a duplicate.
     """
     if isinstance(parameters, Replicas):
         return parameters, None
@@ -40,12 +40,12 @@ def replicas_of(parameters: Any) -> tuple[Replicas, frozenset[str] | None]:
                 f"a {type(parameters).__name__}. Call replicas = "
                 "mgpu.initialize(net, devices), then Trainer(replicas, ...).")
         raise TypeError(
-            "a Trainer takes the Replicas that mgpu.initialize returns; "
+            "a Trainer expects the Replicas that mgpu.initialize returns; "
             f"received {type(parameters).__name__}. Use Trainer(replicas, "
             "...) or Trainer(net.collect_params(), ...) of a network that "
             "mgpu.initialize has put on devices, and for lists of arrays "
-            "mgpu.sgd. It has one rule for all parameters: instead of groups "
-            "use lr_mult and wd_mult, or a Trainer for each.")
+            "mgpu.sgd. Parameter groups are not supported: "
+            "use lr_mult and wd_mult, or a Trainer for each group.")
     native = [x for x in every if not isinstance(x, Parameter)]
     for net in list(initialized):
         replicas = replicas_on(net)
@@ -55,26 +55,26 @@ def replicas_of(parameters: Any) -> tuple[Replicas, frozenset[str] | None]:
         if any(name is not None for name in found):
             return replicas, _trained(replicas, found)
     raise ValueError(
-        "a Trainer trains a network that mgpu.initialize has put on devices; "
+        "a Trainer expects parameters of an initialized network; "
         f"received {len(every)} parameters of none. Call replicas = "
-        "mgpu.initialize(net, devices) first, keep what it returns, and pass "
-        "that; or check the pattern that selects the parameters.")
+        "mgpu.initialize(net, devices) first, and pass the replicas; "
+        "or check the pattern that selects the parameters.")
 
 
 def _trained(replicas: Replicas, names: Sequence[str | None]
              ) -> frozenset[str] | None:
-    """`names` without those of buffers; None for all of the network's."""
+    """`names` without those of buffers; None: all parameters."""
     twice = sorted({x for x in names if x and names.count(x) > 1})
     if None in names or twice:
         raise ValueError(
             "a Trainer trains one network, each parameter once; received "
             f"{names.count(None)} of {len(names)} parameters that are not "
             f"{type(replicas.net).__name__}'s, and {twice} more than once. "
-            "Make a Trainer for each network, or initialize the network that "
-            "holds them all.")
+            "Make a Trainer for each network, or initialize a network that "
+            "holds all of them.")
     own = {p.name for p in replicas.params()}
     found = own.intersection(map(str, names))
     if not found:
-        raise ValueError("a Trainer trains one parameter or more; received "
+        raise ValueError("a Trainer requires at least one parameter; received "
                          f"buffers only: {sorted(map(str, names))}.")
     return None if found == own else frozenset(found)

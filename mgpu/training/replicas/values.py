@@ -14,35 +14,35 @@ if TYPE_CHECKING:
 
 def export_numpy(replicas: "Replicas", *, device: Any = None,
                  all_devices: bool = False) -> dict[str, np.ndarray]:
-    """All values by name, as NumPy copies; waits for pending work.
+    """Export all values by name, as NumPy copies. Waits for pending work.
 
     Parameters
     ----------
     device : device, optional
-        Take the running statistics of this device.
+        Export the running statistics of this device.
     all_devices : bool
-        Keep every device's running statistics: with more than one device
-        their arrays get a leading axis of length K. What a checkpoint of
+        Export the running statistics of every device: on more than one device
+        their arrays have a leading axis of length K. A checkpoint of
         a run with ``batch_norm="per_device"`` needs. Not with `device`.
 
     Returns
     -------
     dict of str -> ndarray
-        By default the network's own values.
+        Default: the network's own values.
 
     Raises
     ------
     ValueError
-        `device` and `all_devices` together.
+        `device` and `all_devices` are both given.
     RuntimeError
-        A device where the network is not, no values yet, or replicas
-        that another `initialize` has made void.
+        The network is not on `device`, or has no values yet; or another
+        `initialize` has invalidated the replicas.
     """
     replicas.check_valid()
     if device is not None and all_devices:
-        raise ValueError("one device's statistics or those of all are "
-                         f"exported; received device={device!r} and "
-                         "all_devices=True. Give one of them.")
+        raise ValueError("device= exports one device's statistics and "
+                         f"all_devices= all; received device={device!r} and "
+                         "all_devices=True. Pass one of them.")
     values = {}
     for p in replicas.all_parameters():
         every = p.list_data() if all_devices and len(replicas) > 1 \
@@ -54,20 +54,20 @@ def export_numpy(replicas: "Replicas", *, device: Any = None,
 
 def import_numpy(replicas: "Replicas", values: Mapping[str, np.ndarray]
                  ) -> None:
-    """Write values by name to the network: what `export_numpy` gave, of
-    this backend or of the other one, each read once. Buffers may have a
-    leading axis of length K. A parameter of several layers may come under
-    each of its names. Those of kind "other" may be missing, and
-    the gamma and beta of a norm layer that learns none: ones and zeros.
+    """Write values by name to the network: a result of `export_numpy`, from
+    either backend. Each value is read once. Buffers may have a leading axis
+    of length K. A shared parameter may have any of its names. Parameters of
+    kind "other" may be missing, and so may the gamma (ones) and beta (zeros)
+    of a norm layer that does not learn them.
 
     Raises
     ------
     ValueError
         Missing or unknown names, other shapes, values that are not
-        numbers, or finite ones that the parameter's dtype would make
-        infinite; all of them are listed. Nothing has changed then.
+        numbers, or finite values that overflow the parameter's dtype. The
+        message lists all of them; nothing has changed.
     RuntimeError
-        Replicas that another `initialize` has made void.
+        Another `initialize` has invalidated the replicas.
     """
     replicas.fit_numpy(values)()
 
@@ -75,8 +75,8 @@ def import_numpy(replicas: "Replicas", values: Mapping[str, np.ndarray]
 def fit_numpy(replicas: "Replicas", values: Mapping[str, np.ndarray], *,
               allow_missing: bool = False, ignore_extra: bool = False,
               cast_dtype: bool = True) -> Callable[[], None]:
-    """A function that does what `import_numpy` of `values` would do now, and
-    refuses nothing; raises as that does.
+    """Check `values` as `import_numpy` does, and return a function that
+    writes them without raising.
 
     Parameters
     ----------
@@ -129,8 +129,8 @@ def fit_numpy(replicas: "Replicas", values: Mapping[str, np.ndarray], *,
     if wrong:
         raise ValueError(
             "the values must be those of this network; received "
-            + "; ".join(wrong) + ". Use what export_numpy of a network "
-            "with the same layers gave.")
+            + "; ".join(wrong) + ". Pass the result of export_numpy of a "
+            "network with the same layers.")
 
     def write() -> None:
         with backend.scope(recording=False):
@@ -141,8 +141,8 @@ def fit_numpy(replicas: "Replicas", values: Mapping[str, np.ndarray], *,
 
 def _changes_nothing(replicas: "Replicas", name: str, value: np.ndarray
                      ) -> bool:
-    """Whether it is a counter, which the other backend may have, or a gamma of
-    ones, or a beta of zeros, of a norm layer that has none here."""
+    """Whether the value is a counter, which the other backend may have, or
+    the initial gamma or beta of a norm layer that has none here."""
     path, _, kind = name.rpartition(".")
     start = {"gamma": 1, "beta": 0}.get(kind)
     return kind == "num_batches_tracked" or start is not None and bool(
