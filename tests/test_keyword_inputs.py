@@ -131,7 +131,7 @@ def test_wrong_calls_by_name_are_refused(backend):
     for option in ((2.0, 3.0), [True, False], ("a", "b")):
         with pytest.raises(TypeError, match="one option for all"):
             replicas(xs, mask=option)
-    with pytest.raises(ValueError, match="2 replicas take 2 shards"):
+    with pytest.raises(ValueError, match="2 replicas expect 2 shards"):
         replicas(ids=xs[:1])
 
 

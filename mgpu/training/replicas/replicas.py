@@ -152,10 +152,10 @@ class Replicas(_OfNetwork, abc.Sequence):
     _internal = (
         "after_step", "all_parameters", "carried", "check_complete",
         "check_digests", "check_valid", "complete", "complete_values",
-        "compute_gradients", "count", "digest", "discard_gradients",
-        "end_pass", "fit_numpy", "grad_reqs", "index", "joined", "joint",
-        "kept_sums", "moved", "moved_by_rank", "network", "owned",
-        "pass_over", "run_one", "span", "told")
+        "accumulated", "compute_gradients", "count", "digest",
+        "discard_gradients", "end_pass", "exclusive", "fit_numpy",
+        "grad_reqs", "index", "joined", "joint", "moved", "moved_by_rank",
+        "network", "reporting", "run_one", "skip_pass", "span")
 
     def __init__(self, network: base.Network, backend: base.Backend,
                  devices: list[Device], batch_norm: str,

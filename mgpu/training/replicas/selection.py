@@ -36,7 +36,7 @@ def replicas_of(parameters: Any) -> tuple[Replicas, frozenset[str] | None]:
                for x in every):
         if hasattr(parameters, "forward"):
             raise TypeError(
-                "a Trainer takes the Replicas of a network; got the network, "
+                "a Trainer expects the Replicas of a network; received the network, "
                 f"a {type(parameters).__name__}. Call replicas = "
                 "mgpu.initialize(net, devices), then Trainer(replicas, ...).")
         raise TypeError(
