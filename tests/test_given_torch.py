@@ -646,7 +646,7 @@ def test_wrong_calls_by_torchs_names_are_refused(backend):
         with pytest.raises(error, match=words):
             trainer.load_state_dict(wrong)
     with pytest.raises(ValueError, match="batch_size must be.*received None. "
-                       "Pass the rows of the whole batch"):
+                       "Pass the global batch size"):
         trainer.step()
     with pytest.raises(ValueError, match="batch_size must be.*function"):
         trainer.step(lambda: 0.0)

@@ -259,7 +259,7 @@ def test_what_does_not_fit_is_refused_whole(backend, tmp_path):
     for damaged in (data, struct.pack("<Q", len(head)) + head + b"\0\0"):
         (tmp_path / "damaged").write_bytes(damaged)
         with pytest.raises(mgpu.errors.CheckpointCorrupt,
-                           match="does not fit its digest|BF16"):
+                           match="digest of .* does not match|BF16"):
             replicas.load(tmp_path / "damaged")
     with pytest.raises(FileNotFoundError):
         replicas.load(tmp_path / "nothing")
