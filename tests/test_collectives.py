@@ -202,7 +202,7 @@ def test_no_list_is_refused(backend, function):
             function(data)
         assert str(refused.value) == (
             "data must be a list with one array per device; received "
-            f"{type(data).__name__}. Make one with mgpu.split_and_load, or "
+            f"{type(data).__name__}. Create one with mgpu.split_and_load, or "
             "with mgpu.put(x, device) for each device.")
     for data in ([], ()):
         with pytest.raises(ValueError) as refused:
@@ -247,7 +247,7 @@ def test_different_shapes_and_dtypes_are_refused(backend, other):
     assert_refused(
         backend, [np.ones(2, "float32"), other],
         "data must hold arrays of one shape and dtype; received (2,) float32,"
-        f" {other.shape} {other.dtype}. Bring them to one.",
+        f" {other.shape} {other.dtype}. Convert them.",
         (allreduce, broadcast, reduce, reducescatter))
 
 
@@ -264,16 +264,15 @@ def test_unknown_algorithms_are_refused(backend):
         assert_refused(
             backend, [np.ones(2)] * 2, f"unknown algorithm; received "
             f"{algorithm!r}. Use one of 'naive', 'tree', 'ring', 'sharded', "
-            "'native', 'auto', or an object of a subclass of AllReduce.",
+            "'native', 'auto', or an instance of a subclass of AllReduce.",
             algorithm=algorithm)
 
 
 def test_impossible_roots_are_refused(backend):
     for root in (-1, 2, 0.0, None, True, "0"):
         assert_refused(
-            backend, [np.ones(2)] * 2, "root must be the number of a device, "
-            f"0 to 1; received {root!r}.", (allreduce, broadcast, reduce),
-            root=root)
+            backend, [np.ones(2)] * 2, "root must be a device index, 0 to 1; "
+            f"received {root!r}.", (allreduce, broadcast, reduce), root=root)
 
 
 def test_reductions_of_another_dtype_are_refused(backend):
@@ -282,8 +281,8 @@ def test_reductions_of_another_dtype_are_refused(backend):
                       ("bool", "mean"), ("bool", "max"), ("bool", "min")):
         assert_refused(
             backend, [np.ones(2, dtype), np.zeros(2, dtype)],
-            f"the {op} of {dtype} arrays is not of that dtype; received (2,) "
-            f"{dtype}, (2,) {dtype}. Convert them first, for example with "
+            f"{op} does not support {dtype} arrays; received (2,) {dtype}, "
+            f"(2,) {dtype}. Convert them first, for example with "
             "mgpu.functional.astype(x, 'float32').",
             (allreduce, reduce, reducescatter), op=op)
 
@@ -295,7 +294,8 @@ def test_complex_numbers_have_no_largest(backend):
     data = [torch.ones(2, dtype=torch.complex64) for _ in range(2)]
     for op, algorithm in itertools.product(("max", "min"),
                                            collectives.ALGORITHMS):
-        with pytest.raises(ValueError, match="no order, and so no " + op):
+        with pytest.raises(ValueError, match=op + " is not defined for "
+                           "complex numbers"):
             allreduce(data, op=op, algorithm=algorithm)
 
 
@@ -355,9 +355,9 @@ def test_allgather_along_an_axis_that_is_not_there(backend):
     for shape, axis in (((2, 2), 2), ((2, 2), -3), ((), 0), ((3,), 1)):
         assert_refused(
             backend, [np.ones(shape, "float32")] * 2,
-            f"an array of shape {shape} has no axis {axis} to join along; "
-            f"received {shape} float32, {shape} float32. Use an axis that "
-            "all have.", [allgather], axis=axis)
+            f"an array of shape {shape} has no axis {axis} to concatenate "
+            f"along; received {shape} float32, {shape} float32. Use an axis "
+            "of all arrays.", [allgather], axis=axis)
 
 
 def test_allgather_of_what_does_not_fit(backend):
@@ -369,11 +369,11 @@ def test_allgather_of_what_does_not_fit(backend):
             backend, [np.ones((2, 2), "float32"), other],
             "data must hold arrays of one dtype that differ only in axis "
             f"{axis}; received (2, 2) float32, {other.shape} {other.dtype}. "
-            "Bring them to one.", [allgather], axis=axis)
+            "Convert them.", [allgather], axis=axis)
 
 
 def test_reducescatter_needs_an_axis(backend):
-    with pytest.raises(ValueError, match="cuts along axis 0; received"):
+    with pytest.raises(ValueError, match="splits along axis 0; received"):
         reducescatter(put(backend, [np.array(1.0)] * 2))
 
 
