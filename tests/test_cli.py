@@ -132,7 +132,7 @@ if {"mxnet", "torch"} <= set(BACKENDS):     # these compare the two
     (["--devices", "1,cpu:0"], "numbers or devices, not both"),
     (["--devices", "2,2"], "each number once"),
     (["--devices", "0"], "from 1 to 1024"),
-    (["--devices", "gpu:99"], "gpu(99) is not there"),
+    (["--devices", "gpu:99"], "gpu(99) is not available"),
     (["--lr", "1e30"], "loss must be finite"),
     (["--data", "nowhere"], "unknown data set; received 'nowhere'"),
     (["--size", "8"], "--size is not an option of lenet"),

@@ -134,7 +134,7 @@ def test_mxnets_kvstore(backend):
 
 def test_native_collectives_refuse_what_they_cannot_do(backend):
     """NCCL is for cards (`tests/test_gpu.py`), kvstore for sums."""
-    op, what = ("max", "kvstore computes sums only; received op='max'") \
+    op, what = ("max", "kvstore supports sums only; received op='max'") \
         if backend.name == "mxnet" else ("sum", "arrays on cpu, cpu")
     data = put(backend, [np.ones(2), np.ones(2)])
     with pytest.raises(ValueError, match=what):
@@ -337,8 +337,8 @@ def test_arrays_without_a_place_for_each_element_are_refused(backend):
         else [x.as_nd_ndarray().tostype("row_sparse")]
     for y, write in itertools.product(wrong, WRITING):
         other = backend.put(np.ones(y.shape, "float32"), cpu(1))
-        with pytest.raises(ValueError, match="must have a place in memory "
-                           "for each of its elements; received "):
+        with pytest.raises(ValueError, match="the elements of an array that "
+                           "is written must not share memory; received "):
             write([other, y])
         assert (backend.to_numpy(other) == 1).all()
 
