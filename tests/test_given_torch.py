@@ -504,7 +504,7 @@ def test_an_optimiser_that_no_trainer_steps_is_refused(on_torch):
     trainer = mgpu.Trainer(replicas, grouped)
     replicas.params()[0].lr_mult = 2.0
     backward(replicas, *batch(8))
-    with pytest.raises(ValueError, match="'0.weight'. Make a group"):
+    with pytest.raises(ValueError, match="'0.weight'. Create a parameter"):
         trainer.step(8)
     assert_unmoved(net, before)
 
@@ -520,7 +520,7 @@ def test_set_learning_rate_writes_to_the_groups(on_torch):
 
 def test_other_rates_than_those_of_the_object_are_refused(on_torch):
     pair = Pair(two_groups(optim.SGD), on(0, 1))
-    with pytest.raises(ValueError, match="rates of their own"):
+    with pytest.raises(ValueError, match="different learning rates"):
         pair.trainer.set_learning_rate(0.25)
     optimizer = pair.optimizers[1]
     for rule in (optimizer, "sgd"):
