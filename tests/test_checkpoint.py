@@ -567,7 +567,7 @@ def test_a_pipe_is_refused_and_not_waited_for(backend, tmp_path):
     for load in (lambda path: mgpu.load_checkpoint(path, *run),
                  trainer.load_states):
         with pytest.raises(mgpu.errors.CheckpointCorrupt,
-                           match="it is no regular file"):
+                           match="not a regular file"):
             load(tmp_path / "pipe")
 
 

@@ -132,7 +132,7 @@ if {"mxnet", "torch"} <= set(BACKENDS):     # these compare the two
     (["--devices", "1,cpu:0"], "numbers or devices, not both"),
     (["--devices", "2,2"], "each number once"),
     (["--devices", "0"], "from 1 to 1024"),
-    (["--devices", "gpu:99"], "gpu(99) is not there"),
+    (["--devices", "gpu:99"], "gpu(99) is not available"),
     (["--lr", "1e30"], "loss must be finite"),
     (["--data", "nowhere"], "unknown data set; received 'nowhere'"),
     (["--size", "8"], "--size is not an option of lenet"),
@@ -356,7 +356,7 @@ def test_links_and_special_files_stay_what_they_are(tmp_path):
         lambda header, arrays: arrays["a"].tolist()) == [0, 1, 2]
     (tmp_path / "copy").unlink()
     os.close(reader)
-    with pytest.raises(IsADirectoryError, match="expected the name of a file"):
+    with pytest.raises(IsADirectoryError, match="expected a file name"):
         files.write_json(tmp_path, [1])
     assert sorted(tmp_path.iterdir()) == [link, pipe, target]
 
@@ -368,7 +368,7 @@ def test_links_and_special_files_stay_what_they_are(tmp_path):
 def test_a_file_that_cannot_be_written_is_named(tmp_path, patch, write):
     file = tmp_path / "none" / "file"
     with pytest.raises(FileNotFoundError, match="the folder of a file must "
-                       f"exist; received '{file}'. Make '{file.parent}' "):
+                       f"exist; received '{file}'. Create '{file.parent}' "):
         write(file)
     for wrong in (None, b"name", 1, io.BytesIO()):
         with pytest.raises(TypeError, match="a path names a file; received "
