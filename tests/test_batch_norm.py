@@ -711,7 +711,7 @@ def test_sync_refuses_what_it_cannot_join(kind):
         x = mgpu.split_and_load(np.ones((4, 2, 5, 5), "float32"),
                                 replicas.devices)
         with mgpu.record(), pytest.raises(
-                ValueError, match=rf"by itself: \['{words}'\]"):
+                ValueError, match=rf"running statistics: \['{words}'\]"):
             replicas(x)
         for name, value in replicas.export_numpy().items():
             np.testing.assert_array_equal(value, before[name])

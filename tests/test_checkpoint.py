@@ -377,7 +377,7 @@ def test_a_state_that_does_not_go_back_is_refused(backend, tmp_path):
         with pytest.raises(ValueError, match="holds no pickle.*"
                            "in '1._extra_state'"):
             saved(counting(lambda layer, wrong=wrong: {"a": [wrong]}))
-    with pytest.raises(ValueError, match=r"without one: \['1', '3'\]"):
+    with pytest.raises(ValueError, match=r"without it: \['1', '3'\]"):
         saved(counting(lambda layer: layer.n, back=False))
     assert not (tmp_path / "saved").exists()
     saved(counting(lambda layer: {"n": layer.n, "sum": layer.sum}))
