@@ -396,7 +396,7 @@ def test_a_state_that_does_not_go_back_is_refused(backend, tmp_path):
             self.register_buffer("late", x.new_ones(1), self.keeps)
             return super().forward(x)
     with pytest.raises(ValueError, match=r"received \['late'\], which passes "
-                       "have made"):
+                       "have created"):
         saved(Late(6, 3))
     Late.keeps = False
     saved(Late(6, 3))

@@ -203,7 +203,8 @@ def test_lists_are_cut_with_the_rows(devices):
             np.testing.assert_allclose(replicas.predict(
                 (X, texts), batch_size), expected, rtol=1e-12)
         for wrong in (tuple(texts), texts[1:], texts + ["b"]):
-            with pytest.raises(ValueError, match="entry for each example|as many as the batch"):
+            with pytest.raises(ValueError, match=(
+                    "entry for each example|as many as the batch")):
                 replicas.predict((X, wrong))
 
 
