@@ -315,7 +315,7 @@ def test_a_default_that_does_not_load_is_an_error(absent, patch):
     ("MGPU_THREADS_PER_DEVICE", "4096", "more than the", "warning"),
     ("MGPU_TREADS", "2", "MGPU_TREADS is set, and nothing reads it",
      "warning"),
-    *[("MXNET_CPU_TEMP_COPY", "4", "mgpu's own choice, 96", "warning"),
+    *[("MXNET_CPU_TEMP_COPY", "4", "mgpu's value, 96", "warning"),
       ("MXNET_ENGINE_TYPE", "NaiveEngine", "tested without", "warning")
       ] * ("mxnet" in BACKENDS)])
 def test_settings(default, patch, name, value, words, level):
@@ -368,7 +368,7 @@ def test_links_and_special_files_stay_what_they_are(tmp_path):
 def test_a_file_that_cannot_be_written_is_named(tmp_path, patch, write):
     file = tmp_path / "none" / "file"
     with pytest.raises(FileNotFoundError, match="the folder of a file must "
-                       f"exist; received '{file}'. Create '{file.parent}' "):
+                       f"exist; received '{file}'. Make '{file.parent}' "):
         write(file)
     for wrong in (None, b"name", 1, io.BytesIO()):
         with pytest.raises(TypeError, match="a path names a file; received "

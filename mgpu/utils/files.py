@@ -29,7 +29,7 @@ def check_folder(file: str, option: str) -> None:
     folder = os.path.dirname(os.path.abspath(file))
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"the folder of {option} must exist; received "
-                                f"{file!r}. Create {folder!r} first.")
+                                f"{file!r}. Make {folder!r} first.")
 
 
 def path_of(file: FilePath) -> str:

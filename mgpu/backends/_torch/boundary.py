@@ -322,8 +322,8 @@ def _check_attributes(work: Mapping[int, tuple[DeviceGraph, Any, bool]],
                 and given[other.names.index(name)] is not None
                 for i, (other, given, _) in work.items() if i):
             raise RuntimeError(
-                f"the loss uses the attribute {name}, which forward has set "
-                "from the examples of the first device only. Return it from "
+                f"the loss uses {name}, which forward has set: it has the "
+                "value of the first device's examples only. Return it from "
                 "forward.")
 
 
