@@ -57,6 +57,7 @@ _instances: dict[str, Backend] = {}
 _loading = threading.Lock()
 _chosen: str | None = None      # by set_backend, for all threads
 _installed: str | None = None   # the first installed one; cached
+_seed: int | None = None        # of backends that are loaded later
 _inferred: str | None = None    # of the last network, if none is chosen
 _scoped: ContextVar[str | None] = ContextVar("mgpu_backend", default=None)
 
@@ -86,6 +87,8 @@ def _load(name: str) -> Backend:
                     f"the {name!r} backend cannot be loaded ({error}). "
                     f"{', or '.join(cures)}.") from error
             _instances[name] = module.BACKEND()
+            if _seed is not None:
+                _instances[name].seed(_seed)
         return _instances[name]
 
 
@@ -127,6 +130,16 @@ def using_backend(name: str) -> Iterator[Backend]:
         yield backend
     finally:
         _scoped.reset(token)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the current backend, all others that are loaded, and those that
+    will be: a network may decide the backend later."""
+    global _seed
+    get_backend()       # loads it
+    _seed = seed
+    for backend in loaded_backends():
+        backend.seed(seed)
 
 
 def in_use(backend: Backend) -> contextlib.AbstractContextManager[Backend]:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 #: the arguments of one device: (args, kwargs)
@@ -94,6 +94,15 @@ def replace(x: Any, is_array: Callable[[Any], bool],
     if all(a is b for a, b in zip(new, found[1])):
         return x
     return rebuild(x, found[0], new)
+
+
+def differing_axes(x: Any, other: Any, is_array: Callable[[Any], bool]
+                   ) -> Iterator[int | None]:
+    """For each array in `x` the first axis where the shape of its counterpart
+    in `other` differs, or None."""
+    for one, two in zip(arrays_in(x, is_array), arrays_in(other, is_array)):
+        yield next((axis for axis, (n, m) in enumerate(zip(
+            one.shape, two.shape)) if n != m), None)
 
 
 def have_form(x: Any, other: Any, is_array: Callable[[Any], bool], old: int,

@@ -3,6 +3,7 @@ import enum
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from inspect import Parameter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -57,8 +58,8 @@ class BatchSplit:
 
     Parameters
     ----------
-    names : sequence of str
-        Names of forward's parameters, for positional arguments.
+    parameters : sequence of inspect.Parameter
+        Those of forward.
     batch_axis : int or dict
         Axis of the examples. A dict maps argument names to an axis, or to
         `list` for a list with an item for each example (default 0).
@@ -67,10 +68,14 @@ class BatchSplit:
     backend : Backend
     """
 
-    def __init__(self, names: Sequence[str],
+    def __init__(self, parameters: Sequence[Parameter],
                  batch_axis: int | Mapping[str, Any], whole: Sequence[str],
                  backend: Backend) -> None:
-        self._names, self._backend = list(names), backend
+        self._names = [p.name for p in parameters if p.kind in (
+            p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._keywords = [p.name for p in parameters
+                          if p.kind is p.KEYWORD_ONLY]
+        self._backend = backend
         self.arrays: Arrays = backend.batch_arrays
         self._axis_of: Mapping[str, Any] = {}
         self._default: Any = batch_axis
@@ -217,19 +222,17 @@ class BatchSplit:
         return [(tuple(row[:count]), dict(zip(kwargs, row[count:])))
                 for row in zip(*columns, strict=True)]
 
-    def split_like(self, size: int, x: Any, part: Any, start: int, stop: int,
-                   device: Any) -> Any:
-        """The examples from `start` to `stop` of `x`, an attribute that was
-        joined from `part` and others. Its arrays are split along the axis
-        where they have `size` entries and those of `part` do not. Others are
-        not split."""
-        like = iter(containers.arrays_in(part, self.is_array))
+    def split_like(self, size: int, x: Any, joined: Any, part: Any,
+                   start: int, stop: int, device: Any) -> Any:
+        """The examples from `start` to `stop` of `x`, an attribute in the
+        place of `joined`, which was joined from `part` and others. An array
+        is split along the axis where those two differ, if it has `size`
+        entries there."""
+        axes = containers.differing_axes(joined, part, self.is_array)
 
         def take(array: Any) -> Any:
-            shape, other = array.shape, getattr(next(like, None), "shape", ())
-            axis = next((axis for axis, (n, m) in enumerate(zip(shape, other))
-                         if n != m), None)
-            if axis is None or shape[axis] != size or len(shape) != len(other):
+            axis = next(axes, None)
+            if axis is None or array.shape[axis:axis + 1] != (size,):
                 return self.to(array, device)
             return self.take(array, axis, start, stop, device)
         return containers.replace(x, self.is_array, take)
@@ -267,11 +270,11 @@ class BatchSplit:
         further = [f"argument {n}" for n in range(len(self._names),
                                                   len(args))]
         unknown = {*self._axis_of, *self._whole} - {
-            *self._names, *further, *kwargs}
+            *self._names, *self._keywords, *further, *kwargs}
         if unknown:
             raise TypeError(f"forward has no argument {min(unknown)!r}; got "
                             "it in batch_axis or whole. Use one of "
-                            f"{', '.join(self._names)}.")
+                            f"{', '.join(self._names + self._keywords)}.")
         names = [*self._names[:len(args)], *further, *kwargs]
         return list(map(self._argument, names, (*args, *kwargs.values())))
 
@@ -305,23 +308,27 @@ class BatchSplit:
                         one.name, "list", f"has a list of {size} items in a "
                         f"batch of {size} examples, which may be one item "
                         "for each example or not")
-        split, known = False, None if one.explicit \
-            else self._was_split.get(one.name)
+        names = [] if one.axis is list else [
+            name for name, _ in self._named(one.value, one.name)]
+        split: dict[str, bool] = {}
 
         def part(device: Any, start: int, stop: int) -> Any:
+            paths = iter(names)
+
             def of_array(x: Any) -> Any:
-                nonlocal split
-                # An argument that was not split stays so.
-                if one.axis is None or len(x.shape) <= one.axis \
-                        or x.shape[one.axis] != size or known is False:
+                path = next(paths)
+                split[path] = one.axis is not None \
+                    and len(x.shape) > one.axis and x.shape[one.axis] == size
+                if not split[path]:
                     return self.to(x, device)
-                if not (one.explicit or known) and x is not first and (
+                # An array that was split in an earlier batch stays so.
+                if not (one.explicit or self._was_split.get(path)) \
+                        and x is not first and (
                         len(x.shape) == 1 or len(set(x.shape)) == 1):
                     raise _ambiguous(
                         one.name, one.axis, f"has shape {tuple(x.shape)} in a "
                         f"batch of {size} examples, which may be one entry "
                         "for each example or not")
-                split = True
                 return self.take(x, one.axis, start, stop, device)
             return self._changed(one, of_array, lambda items:
                                  containers.replace(
@@ -329,11 +336,11 @@ class BatchSplit:
                                      partial(self.to, device=device)))
         parts = [part(device, *bound)
                  for device, bound in zip(devices, bounds, strict=True)]
-        if not one.explicit and one.axis is not list \
-                and containers.arrays_in(one.value, self.is_array) \
-                and self._was_split.setdefault(one.name, split) != split:
-            raise _ambiguous(one.name, one.axis, "was split in an earlier "
-                             "batch, and has another size than this one")
+        for path, now in () if one.explicit else split.items():
+            if self._was_split.setdefault(path, now) != now:
+                raise _ambiguous(one.name, one.axis, (
+                    "was split" if not now else "had another size than the "
+                    "batch") + " in an earlier batch")
         return parts
 
 

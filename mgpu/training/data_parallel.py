@@ -74,10 +74,9 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
     def synchronize(active: Sequence[int]) -> Any:
         threads = DeviceThreads(active)
         return SyncBatchNorm(backend, threads), partial(threads.run, backend)
-    names = [p.name for p in backend.network(net).inputs()
-             if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return backend.data_parallel(
-        net, devices, BatchSplit(names, batch_axis, whole, backend),
+        net, devices, BatchSplit(backend.network(net).inputs(), batch_axis,
+                                 whole, backend),
         partial(DataParallel, devices=devices, batch_norm=batch_norm,
                 batch_axis=batch_axis, whole=whole),
         synchronize if batch_norm == "sync" else None)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mgpu import distributed
-from mgpu.backends import Backend, get_backend, messages
+from mgpu.backends import Backend, get_backend, messages, seed_all
 from mgpu.backends.device import as_devices
 from mgpu.data.nested import NoRows
 from mgpu.nn.losses import parts_of_batch
@@ -66,11 +66,11 @@ def _native(x: Any, backend: Backend) -> Any:
 
 
 def seed(s: int) -> None:
-    """Seed the random number generators of the current backend, as for
-    dropout. Each device has its own generator, so masks are reproducible for
-    the same devices and backend. Initial weights and the order of the data
-    have separate seeds."""
-    get_backend().seed(integer("seed", s, 0))
+    """Seed the random number generators of the backends, as for dropout. Each
+    device has its own generator, so masks are reproducible for the same
+    devices and backend. Initial weights and the order of the data have
+    separate seeds."""
+    seed_all(integer("seed", s, 0))
 
 
 def record(train_mode: bool = True) -> AbstractContextManager[None]:

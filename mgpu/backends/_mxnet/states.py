@@ -13,7 +13,7 @@ from mgpu.backends._mxnet.block_tree import (AttributeKey, blocks_of, is_array,
                                              state_of, view_of)
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends.containers import Batch
-from mgpu.backends.other_batch import OtherBatch
+from mgpu.backends.other_batch import of_other_batch
 
 autograd, gluon = mx.autograd, mx.gluon
 
@@ -64,9 +64,12 @@ class DeviceStates:
             if is_same and known is not None \
                     and known[-1][1] != bounds[-1][1]:
                 name = f"{type(state.block).__name__}.{place[1]}"
-                for i in active:
-                    found[i][place] = containers.replace(
-                        now, is_array, partial(OtherBatch, name=name))
+                like = next(iter(values.values()))
+                for i, (start, stop) in zip(active, bounds, strict=True):
+                    found[i][place] = of_other_batch(
+                        now, values.get(i, like), is_array, name,
+                        (known[-1][1], bounds[-1][1], stop - start),
+                        self._contexts[i])
                 continue
             # Set by the user in another form: used by all devices.
             if not is_same and (known is None or not containers.have_form(
@@ -76,7 +79,8 @@ class DeviceStates:
                                       or list(values) != list(active)):
                 like = next(iter(values.values()))
                 values = {i: batch.split_like(
-                    now, values.get(i, like), start, stop, self._contexts[i])
+                    now, state.shown, values.get(i, like), start, stop,
+                    self._contexts[i])
                     for i, (start, stop) in zip(active, bounds, strict=True)}
                 self._states[place] = _State(
                     state.block, now, _content(now), values, bounds)

@@ -30,7 +30,7 @@ from mgpu.backends._torch.tree import (TABLES, Contents, Copies, Tree,
                                        version)
 from mgpu.backends._workers import inside_worker
 from mgpu.backends.containers import Batch, Call, Probed
-from mgpu.backends.other_batch import OtherBatch
+from mgpu.backends.other_batch import of_other_batch
 
 _MISSING = object()
 
@@ -381,9 +381,14 @@ class DeviceCopies:
                     _entered, sources, leaves))
             x = redirect(x, memo)
             if one is None and known is not None and not plain \
+                    and batch is not None and known.size \
                     and _is_of_other_batch(known, shown, batch):
-                x = containers.replace(x, is_tensor, functools.partial(
-                    OtherBatch, name=f"{type(modules[key]).__name__}.{name}"))
+                start, stop = batch.bounds[i]
+                x = of_other_batch(
+                    x, known.value, is_tensor,
+                    f"{type(modules[key]).__name__}.{name}",
+                    (known.size, batch.bounds[-1][1], stop - start),
+                    self.devices[i])
             vars(modules[key])[name] = x
         copies = list(modules.values())
         self._meaning.dress(i, copies[0], copies[:len(tree.paths)])
@@ -406,7 +411,9 @@ class DeviceCopies:
                 written |= {key for key, old, new in zip(
                     made.arrays, made.stamps, stamps) if new != old}
         places = {place for one in changes.values() for place in one.buffers}
-        if not (written or places):
+        # Through ``x.data`` writes are not counted.
+        buffers = tree.buffers_on_cpu if len(copies) > 1 else set()
+        if not (written or places or buffers):
             return
         for key in written:
             if isinstance(tree.arrays[key], nn.Parameter):
@@ -415,13 +422,13 @@ class DeviceCopies:
                     "as nn.Embedding(max_norm=) does: each device would write "
                     "for its own examples. Write to it outside of forward.")
         values = [(key, "", [made.arrays[key] for made in copies.values()])
-                  for key in written - tree.of_norms]
+                  for key in (written | buffers) - tree.of_norms]
         values += [(0, name, [one.buffers.get((key, name))
                               for one in changes.values()])
                    for key, name in places]
         for key, name, (x, *others) in values:
-            if not all(is_tensor(x) and is_tensor(y) and torch.equal(
-                    strict.moved(y, x), x) for y in others):
+            if not all(is_tensor(x) and is_tensor(y) and _are_alike(
+                    x, strict.moved(y, x)) for y in others):
                 raise RuntimeError(
                     f"forward updates the buffer {name or self._name_of(key)} "
                     "from the examples of its device, and the devices' values "
@@ -605,6 +612,15 @@ def _module_of(hook: Any) -> str:
     return str(getattr(hook, "__module__", type(hook).__module__))
 
 
+def _are_alike(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether `x` and `y` are equal up to rounding, NaN included."""
+    if torch.equal(x, y) or x.shape != y.shape or not x.is_floating_point():
+        return torch.equal(x, y)
+    digits = 1e-10 if x.dtype == torch.float64 else 1e-5
+    size = float(x[x.isfinite()].abs().sum())
+    return torch.allclose(x, y, digits, digits * size, equal_nan=True)
+
+
 def _is_valid(one: _Held, x: Any, batch: Batch | None) -> bool:
     """Whether a device's value is valid for the network's value `x`."""
     return one.original is x and one.version == version(x) and (
@@ -622,7 +638,7 @@ def _part(one: _Held, x: Any, i: int, device: torch.device,
         return None
     start, stop = batch.bounds[i]
     return _Held(x, version(x), batch.split_like(
-        x, one.value, start, stop, device), batch.bounds[-1][1])
+        x, one.original, one.value, start, stop, device), batch.bounds[-1][1])
 
 
 def _is_of_other_batch(one: _Held, x: Any, batch: Batch | None) -> bool:
@@ -683,12 +699,19 @@ def _changes(tree: Tree, copy: _Copy) -> _Changes:
     found = _Changes({}, {})
     if copy.contents.are_same():
         return found
-    for (key, module), (before, _, buffers, _) in zip(
+    for (key, module), (before, parameters, buffers, modules) in zip(
             tree.by_id.items(), copy.contents.before(), strict=True):
         after = vars(copy.modules[key])
-        if any(len(after[name]) != len(vars(module)[name])
-               for name in ("_modules", "_parameters")):
-            raise made_more(module)
+        for table, former in (("_modules", modules),
+                              ("_parameters", parameters)):
+            if len(after[table]) != len(vars(module)[table]):
+                raise made_more(module)
+            for name, x in former.items():
+                if after[table].get(name) is not x:
+                    raise RuntimeError(
+                        f"forward of {type(module).__name__} replaces its "
+                        f"parameter or layer {name!r} on several devices. "
+                        "Replace it outside of forward.")
         for own, old, new in ((found.attributes, before, after),
                               (found.buffers, buffers, after["_buffers"])):
             own.update({(key, name): redirect(x, copy.originals)

@@ -175,9 +175,18 @@ class Tree:
 
     @functools.cached_property
     def of_norms(self) -> set[int]:
-        """The ids of the buffers of norm layers."""
+        """The ids of the statistics and counters of norm layers."""
         return {id(x) for module in self.modules if isinstance(module, NORMS)
-                for x in module._buffers.values()}
+                for name, x in module._buffers.items()
+                if name in (*STATISTICS, "num_batches_tracked")}
+
+    @functools.cached_property
+    def buffers_on_cpu(self) -> set[int]:
+        """The ids of the dense buffers on the CPU, except `of_norms`."""
+        return {key for key, x in self.arrays.items()
+                if not x.requires_grad and not isinstance(x, nn.Parameter)
+                and x.device.type == "cpu" and x.layout is torch.strided
+                } - self.of_norms
 
     def shares(self, x: Any) -> bool:
         """Whether an array in `x` shares memory with one of `arrays`."""

@@ -173,10 +173,9 @@ class Replicas(_OfNetwork, abc.Sequence):
         self._entries = [Parameter(self, i, spec)
                             for i, spec in enumerate(network.specs())]
         self._exclusive = Exclusive(self)           # see `exclusive`
-        names = [p.name for p in network.inputs()]
         #: by batch axis
         self._split = cache(lambda batch_axis: BatchSplit(
-            names, batch_axis, (), backend))
+            network.inputs(), batch_axis, (), backend))
         #: parameters whose gradients hold the sum over all ranks, to which
         #: the next backward pass adds
         self.carried: list[Parameter] = []
