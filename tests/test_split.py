@@ -315,7 +315,7 @@ def assert_cut(backend, data, shards):
         assert_bit_equal(np.concatenate(on_host(backend, shards)), data)
 
 
-@pytest.mark.device_counts(1, 2, 4)
+@pytest.mark.device_counts(4, 1, 2)
 def test_lists_of_arrays_that_may_be_rows_are_refused(backend, devices):
     """Whatever the number of devices; a tuple, or other forms, are clear. A
     list as X is what a network is called with."""
@@ -336,7 +336,7 @@ def test_lists_of_arrays_that_may_be_rows_are_refused(backend, devices):
             assert_cut(backend, one, shards)
 
 
-@pytest.mark.device_counts(1, 2, 4)
+@pytest.mark.device_counts(4, 1, 2)
 def test_what_goes_whole_and_may_be_of_the_rows_is_refused(backend, devices):
     """A tuple without arrays, or an object that holds arrays, with as many
     entries or rows as the batch; whatever the number of devices."""
