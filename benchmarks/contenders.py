@@ -2,12 +2,24 @@
 
     python -m benchmarks.contenders '{"loop": "mgpu", "backend": "torch", ...}'
 
-A contender prepares, takes a first step and writes how long both took. Then,
-for each number of steps that it reads from stdin, it takes them, waits for the
-devices, and writes the seconds and those that the thread of the loop computed
-(``host``). All train on the same fixed batch. `LOOPS` names them. Common to
-all are the keys model, batch, devices (logical CPU devices, or threads or
-processes in their place) and hybridize (compile).
+A contender prepares, takes a first step and writes the seconds of both
+(``prepared``, ``first``). Then, for each number of steps that it reads from
+stdin, it takes them, waits for the devices, and writes the seconds
+(``seconds``) and those that the thread of the loop computed (``host``). All
+train on the same fixed batch. The keys of the argument:
+
+| key | read by | meaning |
+|---|---|---|
+| loop | all | a name in `LOOPS` |
+| model | all | "tiny", "lenet" or "resnet18" |
+| batch | all | examples in the global batch |
+| devices | all | logical CPU devices; torch: threads; halves, ddp: processes |
+| weights | all | if true, write the weights before and after at the end |
+| backend | mgpu, halves | "torch" or "mxnet" |
+| hybridize | mgpu, halves, torch, gluon | if true, compile the network |
+| fabric | ddp | if true, train by Lightning Fabric |
+| threads | gluon | OMP_NUM_THREADS |
+| rank, port | ddp | set for the processes that it starts |
 """
 import gc
 import json
@@ -88,6 +100,7 @@ def mgpu_loop(spec):
                 mgpu.to_numpy(values)
             before = losses
         mgpu.synchronize(devices)
+    run.weights = lambda: [mgpu.to_numpy(p.data()) for p in replicas.params()]
     return run
 
 
@@ -96,7 +109,8 @@ def halves_loop(spec):
     batch, at the same time, which exchange nothing: what the machine's shared
     caches and memory leave of a speed-up without communication."""
     k = spec["devices"]
-    part = {**spec, "loop": "mgpu", "devices": 1, "batch": spec["batch"] // k}
+    part = {**spec, "loop": "mgpu", "devices": 1, "batch": spec["batch"] // k,
+            "weights": False}
     others = [subprocess.Popen(
         [sys.executable, "-m", "benchmarks.contenders", json.dumps(part)],
         cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -117,11 +131,15 @@ def halves_loop(spec):
         for other in others:
             other.stdin.close()
             other.wait()
-    run.stop = stop
+    run.stop, run.weights = stop, own.weights
     return run
 
 
 # -- PyTorch ------------------------------------------------------------------
+
+def torch_weights(net):
+    return [p.detach().numpy().copy() for p in net.parameters()]
+
 
 def torch_loop(spec):
     """Plain PyTorch with `devices` intra-op threads."""
@@ -141,6 +159,7 @@ def torch_loop(spec):
             optimizer.zero_grad()
             loss(net(X), y).backward()
             optimizer.step()
+    run.weights = lambda: torch_weights(net)
     return run
 
 
@@ -172,6 +191,7 @@ def book_torch_loop(spec):
                     for p in net.parameters():
                         p -= RATE * p.grad / len(X)
                         p.grad.zero_()
+    run.weights = lambda: torch_weights(nets[-1])
     return run
 
 
@@ -234,7 +254,7 @@ def ddp_loop(spec):
         while run(0):
             pass
         sys.exit()
-    run.stop = lambda: run(0)
+    run.stop, run.weights = lambda: run(0), lambda: torch_weights(net)
     return run
 
 
@@ -273,6 +293,8 @@ def gluon_loop(spec):
             autograd.backward(losses)
             trainer.step(spec["batch"])
             mx.nd.waitall()
+    run.weights = lambda: [p.data(contexts[-1]).asnumpy()
+                           for p in net.collect_params().values()]
     return run
 
 
@@ -299,6 +321,7 @@ def main():
     begin = time.perf_counter()
     run = LOOPS[spec["loop"]](spec)
     prepared = time.perf_counter() - begin
+    before = run.weights() if spec.get("weights") else []
     # After the imports a full collection takes 0.08 s; in which step it falls
     # is chance.
     gc.collect()
@@ -312,6 +335,9 @@ def main():
         run(steps)
         print(json.dumps({"seconds": time.perf_counter() - begin,
                           "host": time.thread_time() - host}), flush=True)
+    if before:
+        print(json.dumps([[x.tolist() for x in weights]
+                          for weights in (before, run.weights())]))
     getattr(run, "stop", lambda: None)()
 
 

@@ -2,6 +2,10 @@
 
     python -m benchmarks.memory '{"backend": "torch",
         "units": [4096, 8192, 4096]}'
+
+"units" are the inputs, hidden units and outputs of a network of two dense
+layers. Writes the bytes of its parameters, and for 1, 2 and 4 devices the
+counted bytes and their bound (`counted`).
 """
 import gc
 import json
@@ -29,7 +33,7 @@ def mlp(backend, units):
 
 def held(backend, parameters):
     """Bytes of all native arrays that Python can reach and that are not
-    frozen (`gc.freeze`), and of `parameters` and their gradients, which an
+    frozen (`gc.freeze`), and of `parameters` and their gradients, which a
     backend may hold itself: the union of what they span in memory, so that a
     view counts once."""
     arrays = [x for x in gc.get_objects() if backend.is_native(x)]

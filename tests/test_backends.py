@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import types
 from importlib.machinery import ModuleSpec
 
@@ -200,24 +201,27 @@ def test_tasks_inherit_the_backend_and_keep_their_own(patch):
 
 
 def test_threads_share_one_backend_instance(patch):
-    made = []
+    """Its constructor runs until all threads ask for the backend."""
+    made, found, load = [], [], registry._load
+    asking, all_ask = threading.Semaphore(7), threading.Event()
 
     class Slow(Engine):
         def __init__(self):
             made.append(self)
             assert all_ask.wait(60)
+            time.sleep(0.1)     # for the last of them to construct another
+
+    def counted(name):
+        if not asking.acquire(blocking=False):      # the eighth
+            all_ask.set()
+        return load(name)
     install(patch, "torch", Slow)
     patch.setenv("MGPU_BACKEND", "torch")
-    start, all_ask, found = threading.Barrier(9), threading.Event(), []
-
-    def ask():
-        start.wait()
-        found.append(get_backend())
-    threads = [threading.Thread(target=ask) for _ in range(8)]
+    patch.setattr(registry, "_load", counted)
+    threads = [threading.Thread(target=lambda: found.append(get_backend()))
+               for _ in range(8)]
     for thread in threads:
         thread.start()
-    start.wait(60)
-    all_ask.set()
     for thread in threads:
         thread.join()
     assert len(made) == 1 and found == made * 8
@@ -265,32 +269,31 @@ import mgpu
 from mgpu import parity
 from nets import mlp
 mgpu.set_backend(sys.argv[1])
-backend, rows = mgpu.get_backend(), np.ones((4, 6), "float32")
+backend = mgpu.get_backend()
 def resident():     # in MB
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 def use():
     arrays = [np.ones(1 << 20, "float32") for _ in range(150)]
+def batches():
+    for _ in range(2):
+        use()
+        yield np.ones((4, 6), "float32"), np.zeros(4, "int32")
+        kept.append(resident())     # after the step
 def train(replicas):
     trainer = mgpu.Trainer(replicas, "sgd")
-    def step(X, y):
-        use()
-        return mgpu.train_batch(X, y, replicas,
-                                mgpu.losses.SoftmaxCrossEntropyLoss(), trainer)
-    mgpu.train_epochs(step, [(rows, np.zeros(4, "int32"))] * 2, 1,
-                      replicas.devices)
+    mgpu.train_epochs(lambda X, y: mgpu.train_batch(
+        X, y, replicas, mgpu.losses.SoftmaxCrossEntropyLoss(), trainer),
+        batches(), 1, replicas.devices)
 def compare(replicas):
     sides = mlp(backend), mlp(backend)
     [mgpu.initialize(net, mgpu.list_devices(1), "xavier") for net in sides]
-    parity.compare(*sides, batches=[(rows, np.zeros(4, "int32"))])
+    parity.compare(*sides, batches=batches(), steps=2)
 replicas = mgpu.initialize(mlp(backend), mgpu.list_devices(2))
-train(replicas)
 for by in train, compare:
-    before = resident()
-    use()
-    kept = resident()
+    before, kept = resident(), []
     by(replicas)
-    print(kept - before, resident() - before)
+    print(min(kept) - before, resident() - before)
 """
 
 
@@ -301,12 +304,14 @@ def test_a_wrong_setting_of_kept_memory_is_refused(monkeypatch):
 
 
 def test_freed_memory_is_given_back_after_its_use(backend):
-    """600 MB of arrays: kept within a training, and not after it."""
+    """600 MB of arrays: kept within a training or a comparison, and not
+    after it."""
     out = subprocess.run(
         [forked.python(), "-W", "ignore", "-c", _GIVEN_BACK, backend.name],
         check=True, text=True, stdout=subprocess.PIPE, env={
             **os.environ, "PYTHONPATH": os.pathsep.join(
                 [os.path.dirname(__file__), *sys.path])}).stdout
+    assert len(out.splitlines()) == 2
     for line in out.splitlines():
         kept, after = map(int, line.split())
         assert kept > 500 and after < 200, out

@@ -4,17 +4,20 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as benchmarks   # noqa: E402
+from benchmarks import contenders               # noqa: E402
 from benchmarks import memory                   # noqa: E402
 from benchmarks import processes                # noqa: E402
 from benchmarks import scaling_model            # noqa: E402
 import forked                                   # noqa: E402
 from conftest import BACKENDS                   # noqa: E402
+from helpers import relative_difference         # noqa: E402
 
 
 def test_a_ratio_is_the_median_of_the_rounds():
@@ -45,15 +48,39 @@ LOOPS = [{"loop": loop, "backend": name} for name in BACKENDS
        if name in BACKENDS for loop in loops]
 
 
+def sgd(weights, X, y, steps):
+    """The weights of the network "tiny" after plain SGD, in NumPy."""
+    for _ in range(steps):
+        w, b, v, c = weights
+        hidden = np.maximum(X @ w.T + b, 0)
+        p = np.exp(hidden @ v.T + c)
+        p /= p.sum(1, keepdims=True)
+        p[range(len(y)), y] -= 1
+        p /= len(y)
+        back = p @ v * (hidden > 0)
+        weights = [x - contenders.RATE * grad for x, grad in zip(weights, (
+            back.T @ X, back.sum(0), p.T @ hidden, p.sum(0)))]
+    return weights
+
+
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda x: "-".join(x.values()))
 def test_contenders_train_the_steps_they_read(loop):
-    spec = {**loop, "model": "tiny", "batch": 8, "devices": 2}
+    """The first one, then 2 and 1: the weights are those of plain SGD."""
+    spec = {**loop, "model": "tiny", "batch": 8, "devices": 2,
+            "weights": True}
     out = subprocess.run(
         [forked.python(), "-m", "benchmarks.contenders", json.dumps(spec)],
         cwd=ROOT, input="2\n1\n", text=True, timeout=100, check=True,
         stdout=subprocess.PIPE).stdout.splitlines()
-    assert [sorted(json.loads(line)) for line in out] == [
+    *times, weights = map(json.loads, out)
+    assert [sorted(line) for line in times] == [
         ["first", "prepared"], *[["host", "seconds"]] * 2]
+    before, after = ([*map(np.array, arrays)] for arrays in weights)
+    batch = contenders.batch_of("tiny", 4 if spec["loop"] == "halves" else 8)
+    for start, found, expected in zip(before, after, sgd(before, *batch, 4),
+                                      strict=True):
+        # relative to the change: float32 after four steps
+        assert relative_difference(found - start, expected - start) < 1e-3
 
 
 def test_memory_grows_by_parameters_and_gradients(backend):

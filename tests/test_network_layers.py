@@ -6,6 +6,7 @@ import pytest
 import mgpu
 import nets
 from conftest import BACKENDS
+from helpers import assert_bit_equal, relative_difference
 
 
 def stack(backend, torch_layers, gluon_layers):
@@ -71,21 +72,26 @@ def test_a_compiled_network_runs_layer_by_layer_for_that_time():
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="needs torch")
-def test_native_arithmetic_is_the_frameworks_own():
-    """`Network.native`: torch keeps the unbiased variance then."""
+def test_own_arithmetic_is_that_of_plain_torch():
+    """`Probe.own_arithmetic`: torch keeps the unbiased variance."""
+    import torch
+    x = np.random.default_rng(0).normal(size=(4, 3))
+    plain, found = torch.nn.BatchNorm1d(3).double(), []
+    expected = plain(torch.from_numpy(x)).detach().numpy()
     with mgpu.using_backend("torch"):
-        from torch import nn
-        x = np.random.default_rng(0).normal(size=(4, 3))
-        found = []
-        for native in (False, True):
-            replicas = mgpu.initialize(nn.BatchNorm1d(3), [mgpu.cpu(0)],
-                                       "uniform",
-                                       dtype="float64")
-            replicas.network.own_arithmetic = native
+        for own in (False, True):
+            replicas = mgpu.initialize(torch.nn.BatchNorm1d(3).double(),
+                                       [mgpu.cpu(0)])
+            replicas.network.own_arithmetic = own
             with mgpu.record():
                 y = replicas[0](mgpu.put(x, mgpu.cpu(0)))
             mgpu.backward(y)
-            found.append(replicas.export_numpy()["running_var"])
-        share = [(v - 0.9) / 0.1 / x.var(0) for v in found]
-        assert np.allclose(share[0], 1, rtol=1e-6)
-        assert np.allclose(share[1], 4 / 3, rtol=1e-6)
+            found.append((mgpu.to_numpy(y), replicas.export_numpy()))
+    (_, gluons), (y, torchs) = found
+    assert_bit_equal(y, expected)
+    for name, value in plain.state_dict().items():
+        if name.startswith("running"):
+            assert_bit_equal(torchs[name], value.numpy())
+    kept = float(np.float32(0.9))       # MXNet's option is a float32
+    assert relative_difference(gluons["running_var"],
+                               kept + (1 - kept) * x.var(0)) < 1e-15

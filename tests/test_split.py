@@ -149,7 +149,7 @@ def test_a_missing_axis_raises(backend):
     for shape, axis in (((4,), 1), ((4, 2), 2), ((4, 2), -3), ((), 0)):
         x = np.ones(shape)
         for data in (x, backend.put(x, cpu(0))):
-            with pytest.raises(IndexError):
+            with pytest.raises(IndexError, match="tuple index out of range"):
                 split_and_load(data, [cpu(0), cpu(1)], axis)
 
 
@@ -305,6 +305,17 @@ def test_lists_of_text_are_split_by_rows(backend, devices):
         split_and_load((np.ones(4), ["a", "b", "c"]), [cpu(0), cpu(1)])
 
 
+def assert_cut(backend, data, shards):
+    """Each array in `data` is cut into `shards`, in order."""
+    if isinstance(data, (list, tuple)):
+        assert {type(shard) for shard in shards} == {type(data)}
+        for one, *parts in zip(data, *shards, strict=True):
+            assert_cut(backend, one, parts)
+    else:
+        assert_bit_equal(np.concatenate(on_host(backend, shards)), data)
+
+
+@pytest.mark.device_counts(4, 1, 2)
 def test_lists_of_arrays_that_may_be_rows_are_refused(backend, devices):
     """Whatever the number of devices; a tuple, or other forms, are clear. A
     list as X is what a network is called with."""
@@ -320,9 +331,12 @@ def test_lists_of_arrays_that_may_be_rows_are_refused(backend, devices):
     for data in ((X, tuple(square)), (square, X), (X, square[:3]),
                  (X, [np.zeros(4), np.zeros((4, 1)), *square[2:]]),
                  (X[:1], [np.zeros(1)]), (X, np.stack(square))):
-        split_batch(*data, devices)
+        for one, shards in zip(data, split_batch(*data, devices)):
+            assert len(shards) == len(devices)
+            assert_cut(backend, one, shards)
 
 
+@pytest.mark.device_counts(4, 1, 2)
 def test_what_goes_whole_and_may_be_of_the_rows_is_refused(backend, devices):
     """A tuple without arrays, or an object that holds arrays, with as many
     entries or rows as the batch; whatever the number of devices."""
@@ -338,7 +352,10 @@ def test_what_goes_whole_and_may_be_of_the_rows_is_refused(backend, devices):
             assert type(form).__name__ in str(refused.value)
         with pytest.raises(ValueError, match="holds 4 entries or examples"):
             split_and_load((np.zeros((2, 4)), form), devices, 1, False)
-        split_batch((X, list(form)), y, devices)
+        shards, _ = split_batch((X, list(form)), y, devices)
+        assert [one for _, part in shards for one in (
+            backend.to_numpy(part) if backend.is_native(part) else part)] \
+            == list(form)
     rows = backend.put(np.zeros((4, 3)), cpu(0))
     for form in (types.SimpleNamespace(a=rows), types.SimpleNamespace(a=[
             1, 2, 3, 4]), argparse.Namespace(a={"b": y})):
@@ -351,19 +368,24 @@ def test_what_goes_whole_and_may_be_of_the_rows_is_refused(backend, devices):
                   frozenset("abcd"), types):
         shards, _ = split_batch((X, whole), y, devices)
         assert all(shard[1] == whole for shard in shards)
-    split_batch((X[:1], (1,)), y[:1], devices)
+    shards, _ = split_batch((X[:1], (1,)), y[:1], devices)
+    assert [shard[1] for shard in shards] == [(1,)] * len(devices)
 
 
 # -- split_batch --------------------------------------------------------------
 
 
 def test_a_batch_without_labels_is_a_dict(backend):
-    for batch in (Labelled(np.ones((3, 2)), np.ones(3)),
-                  collections.namedtuple("Both", "x y")(np.ones((3, 2)),
-                                                        np.ones(3))):
-        with pytest.raises(ValueError, match=r"in a pair \(X, y\) or a dict"
-                           "|3 and none"):
-            split_batch(batch, None, [cpu(0), cpu(1)])
+    x, y, devices = np.ones((3, 2)), np.arange(3.0), [cpu(0), cpu(1)]
+    shards, again = split_batch({"x": x, "y": y}, None, devices)
+    assert again is shards
+    for name, whole in (("x", x), ("y", y)):
+        assert_cut(backend, whole, [shard[name] for shard in shards])
+    for batch, message in (
+            (Labelled(x, y), r"in a pair \(X, y\) or a dict"),
+            (collections.namedtuple("Both", "x y")(x, y), "3 and none")):
+        with pytest.raises(ValueError, match=message):
+            split_batch(batch, None, devices)
 
 
 @pytest.mark.parametrize("X, y, received", [

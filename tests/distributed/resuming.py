@@ -2,7 +2,6 @@
 ``resuming.py BACKEND COUNTS FOLDER JOB ...``, where COUNTS has the number of
 devices of each rank and each JOB is a function below."""
 import json
-import os
 import sys
 import time
 import warnings
@@ -19,6 +18,8 @@ from mgpu.data import datasets
 EPOCHS, EVERY = 3, 2
 #: steps of an epoch
 STEPS = 4
+#: the steps in which each run of `killed` is killed
+KILLS = (1,), (4,), (5, 10)
 
 rng = np.random.default_rng(0)
 ROWS = rng.normal(size=(26, 6)).astype("float32")
@@ -84,11 +85,14 @@ def assert_same(found, wanted):
 # -- jobs ---------------------------------------------------------------------
 
 def killed(devices, folder):
-    """At each step in turn, and resumed: the bits of the uninterrupted run;
-    twice in one run too."""
-    run = made(devices)
-    whole = everything(run, train(run, Path(folder, "whole")))
-    for steps in ((1,), (4,), (5, 10)):
+    """An uninterrupted run, and runs killed in the steps of `KILLS` and
+    resumed. Each rank writes the arrays of each run, for the test."""
+    def finish(run, place, name):
+        history = train(run, place)
+        np.savez(Path(folder, f"{name}-{mgpu.distributed.rank()}.npz"),
+                 **everything(run, history))
+    finish(made(devices), Path(folder, "whole"), "whole")
+    for steps in KILLS:
         place = Path(folder, f"killed-{steps}")
         for step in steps:
             run = made(devices, 1 if step == steps[0] else step)
@@ -101,16 +105,9 @@ def killed(devices, folder):
         if mgpu.distributed.is_main():      # what a kill in a save leaves
             (place / ("a" * 16 + ".saving")).touch()
         # Other weights; where nothing was saved, the program's own.
-        run = made(devices, 9 if step >= EVERY else 1)
-        assert_same(everything(run, train(run, place)), whole)
-    # what is over stays as it is
-    run = made(devices, seed=9)
-    assert_same(everything(run, train(run, place)), whole)
-    if mgpu.distributed.is_main():
-        names = sorted(os.listdir(place))
-        assert names == [f"step-{n:08d}.safetensors" for n in (8, 10, 12)], \
-            names
-    np.savez(Path(folder, f"whole-{mgpu.distributed.rank()}.npz"), **whole)
+        finish(made(devices, 9 if step >= EVERY else 1), place, place.name)
+    # A finished run stays as it is.
+    finish(made(devices, seed=9), place, "finished")
     half(devices, folder)
 
 
@@ -124,7 +121,8 @@ def half(devices, folder):
 
 
 def forever(devices, folder):
-    """Train until stopped; print when training has begun."""
+    """Train until stopped; files say when training has begun, and after how
+    many steps it ends."""
     run = made(devices)
 
     def loss(pred, label):
@@ -133,9 +131,13 @@ def forever(devices, folder):
         time.sleep(0.05)
         return LOSS(pred, label)
     replicas, trainer, (train_iter, _) = run
-    mgpu.train(replicas, train_iter, None, loss, trainer, 1000,
-               progress=False, checkpoint_dir=Path(folder, "stopped"),
-               resume="auto", keep=2)
+    try:
+        mgpu.train(replicas, train_iter, None, loss, trainer, 1000,
+                   progress=False, checkpoint_dir=Path(folder, "stopped"),
+                   resume="auto", keep=2)
+    finally:
+        Path(folder, f"ended-{mgpu.distributed.rank()}").write_text(
+            str(trainer.num_update))
 
 
 def refused(devices, folder):
@@ -201,7 +203,7 @@ def main(backend, counts, folder, *jobs):
     devices = [mgpu.cpu(i) for i in range(counts[mgpu.distributed.rank()])]
     for job in jobs:
         JOBS[job](devices, folder)
-    print("ended", flush=True)
+        print(job, "ended", flush=True)
 
 
 if __name__ == "__main__":

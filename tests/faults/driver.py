@@ -47,7 +47,9 @@ class Case:
     culprit : int or None
         The rank that the messages of the others name.
     limit : float
-        Seconds from the fault until the last error is raised.
+        Seconds from the fault until the last error is raised. Only
+        scripts/faults.sh checks it (`problems` with `late`). In a test, whose
+        machine has other work, a rank fails as hung after `PATIENCE` more.
     environment : dict of int -> dict
         What a rank finds otherwise in its environment; None: it is not
         started.
