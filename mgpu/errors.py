@@ -1,8 +1,8 @@
-"""All of mgpu's own errors: one family, under `MgpuError`.
+"""Exceptions of mgpu, all derived from `MgpuError`.
 
-Each message says the rule, what was received and where (rank, device, step,
-parameter), and what to do. An error of Python's own for a wrong argument
-(ValueError, TypeError) is none of them.
+A message states the rule, the value received, its location (rank, device,
+step, parameter) and the fix. Wrong arguments raise Python's own ValueError or
+TypeError instead.
 """
 from typing import Any
 
@@ -16,46 +16,48 @@ __all__ = ["BackendNotAvailable", "CannotRun", "CheckpointCorrupt",
 
 
 class MgpuError(Exception):
-    """The base of mgpu's own errors."""
+    """Base class of mgpu's exceptions."""
 
 
-# -- several processes --------------------------------------------------------
+# -- distributed training -----------------------------------------------------
 
 class WorkerError(MgpuError, RuntimeError):
-    """Another process of the job is the cause. All processes raise."""
+    """Another process of the job failed. Raised in all processes."""
 
 
 class WorkerLost(WorkerError):
-    """Another process of the job has ended, or does not answer. No further
-    work with it is possible: leave, and start the job again."""
+    """Another process of the job has exited or does not respond. The process
+    group is unusable: exit, and restart the job."""
 
 
 class WorkerFailed(WorkerError):
-    """Another process could not do its part of a step. Nothing has changed
-    in this one."""
+    """Another process could not complete a step. The state of this process is
+    unchanged."""
 
 
 class UnevenWork(WorkerError):
-    """Processes do different work at the same time, such as different
-    numbers of steps."""
+    """Processes run different operations, for example different numbers of
+    steps."""
 
 
 class ModelMismatch(WorkerError):
-    """Processes hold other parameters, options or versions of packages."""
+    """Processes differ in parameters, options or package versions."""
 
 
 # -- a step -------------------------------------------------------------------
 
 class DeviceError(MgpuError, RuntimeError):
-    """A device could not do what was queued on it, which is known only when
-    its result is read. Raised before gradients are summed: no parameter has
-    changed, and the gradients of the batch are void.
+    """Work queued on a device failed.
+
+    Devices compute asynchronously, so the failure is raised when the result
+    is read, and before gradients are summed: no parameter has changed, and
+    the gradients of the batch are invalid.
 
     Attributes
     ----------
     device : Device
     step : int
-        The number of the update that was to come, from 1.
+        Number of the update that did not take place, counted from 1.
     """
 
     def __init__(self, message: str, device: Any = None,
@@ -65,36 +67,36 @@ class DeviceError(MgpuError, RuntimeError):
 
 
 class StaleGradientError(MgpuError, RuntimeError):
-    """No backward pass has written a parameter's gradient since the last
+    """The gradient of a parameter has not been computed since the last
     step."""
 
 
 class NonFiniteGradient(MgpuError, FloatingPointError):
     """A gradient, summed over all devices, is NaN or infinite. No parameter
-    has changed, and the gradients of the batch are void."""
+    has changed; the gradients of the batch are invalid."""
 
 
 class NonFiniteLoss(MgpuError, FloatingPointError):
-    """A loss, or after an epoch a weight, is NaN or infinite.
+    """A loss is NaN or infinite; or a parameter, checked after each epoch.
 
     Attributes
     ----------
     history : History
-        Of the finished epochs; where it was a loss, `loss_per_step` ends with
-        it.
+        Results of the completed epochs. `loss_per_step` ends with the loss
+        that caused the error.
     """
 
     history: Any
 
 
 class LabelError(MgpuError, ValueError):
-    """A label that is not the number of a class.
+    """A label is not a valid class number.
 
     Attributes
     ----------
     row : int
-        Of the labels that a loss was given; from `mgpu.train_batch`, of the
-        whole batch, its shards in the order of the devices.
+        Index of the example in the labels passed to the loss. If
+        `mgpu.train_batch` raises: its index in the global batch.
     """
 
     def __init__(self, label: Any, row: int, classes: int):
@@ -108,48 +110,47 @@ class LabelError(MgpuError, ValueError):
 
 
 class ReplicaMismatchError(MgpuError, RuntimeError):
-    """Processes that should hold the same network do not."""
+    """Network parameters differ between processes."""
 
 
 # -- backends -----------------------------------------------------------------
 
 class BackendNotAvailable(MgpuError, ImportError):
-    """A backend was asked for and its framework cannot be loaded."""
+    """The framework of the requested backend cannot be imported."""
 
 
 class CrossDeviceError(MgpuError, RuntimeError):
-    """An operation received arrays of several devices."""
+    """An operation received arrays on different devices."""
 
 
 # -- files --------------------------------------------------------------------
 
 class CheckpointCorrupt(MgpuError, ValueError):
-    """A file that was saved is damaged, or is another one than it should
-    be. Nothing of it was taken over."""
+    """A checkpoint is corrupt or has another format. Nothing was loaded."""
 
 
 class UnreadableParams(MgpuError, ValueError):
-    """A file that is not what MXNet writes, or is damaged."""
+    """A parameter file is corrupt or was not written by MXNet."""
 
 
 class UnreadableSymbol(MgpuError, ValueError):
-    """A file that is not what MXNet exports, or is damaged."""
+    """A symbol file is corrupt or was not exported by MXNet."""
 
 
 class MissingOperator(MgpuError, NotImplementedError):
-    """What a rule raises for attributes that it does not know."""
+    """A conversion rule does not support an operator's attributes."""
 
 
 # -- comparisons --------------------------------------------------------------
 
 class MatchError(MgpuError, ValueError):
-    """The parameters of two networks cannot be matched, or in several ways.
+    """The parameters of two networks have no match, or several.
 
     Attributes
     ----------
     candidates : dict of str -> list of str
-        For each parameter of `a` without a partner, those of `b` that it
-        could be; under ``""`` those of `b` that are left.
+        Candidates in model b for each unmatched parameter of model a; the
+        key ``""`` holds the other unmatched parameters of model b.
     """
 
     def __init__(self, message: str, candidates: dict[str, list[str]]):
@@ -158,11 +159,11 @@ class MatchError(MgpuError, ValueError):
 
 
 class CannotRun(MgpuError, RuntimeError):
-    """A recorded run was asked for what only a network can compute."""
+    """The operation requires a network, not a recorded run."""
 
 
 class ParityError(MgpuError, AssertionError):
-    """Two networks do not train the same.
+    """Two networks do not train identically.
 
     Attributes
     ----------

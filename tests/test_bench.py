@@ -90,7 +90,7 @@ def test_a_prediction_without_a_contender_on_one_device(backend):
     (dict(dtype="int8"), "unknown dtype; received 'int8'"),
     (dict(devices=[]), "at least one number of devices"),
     (dict(devices=[0]), "the number of devices must be a whole number"),
-    (dict(devices=[["cpu:0", "cpu:0"]]), "each device may be named once"),
+    (dict(devices=[["cpu:0", "cpu:0"]]), "devices must be distinct"),
     (dict(backends=["jax"]), "unknown backend; received 'jax'"),
     (dict(shape=[0]), "a side of the shape must be an integer of 1")])
 def test_what_is_refused(options, text):

@@ -377,7 +377,7 @@ def test_a_state_that_does_not_go_back_is_refused(backend, tmp_path):
         with pytest.raises(ValueError, match="holds no pickle.*"
                            "in '1._extra_state'"):
             saved(counting(lambda layer, wrong=wrong: {"a": [wrong]}))
-    with pytest.raises(ValueError, match=r"without one: \['1', '3'\]"):
+    with pytest.raises(ValueError, match=r"without it: \['1', '3'\]"):
         saved(counting(lambda layer: layer.n, back=False))
     assert not (tmp_path / "saved").exists()
     saved(counting(lambda layer: {"n": layer.n, "sum": layer.sum}))
@@ -396,7 +396,7 @@ def test_a_state_that_does_not_go_back_is_refused(backend, tmp_path):
             self.register_buffer("late", x.new_ones(1), self.keeps)
             return super().forward(x)
     with pytest.raises(ValueError, match=r"received \['late'\], which passes "
-                       "have made"):
+                       "have created"):
         saved(Late(6, 3))
     Late.keeps = False
     saved(Late(6, 3))
@@ -567,7 +567,7 @@ def test_a_pipe_is_refused_and_not_waited_for(backend, tmp_path):
     for load in (lambda path: mgpu.load_checkpoint(path, *run),
                  trainer.load_states):
         with pytest.raises(mgpu.errors.CheckpointCorrupt,
-                           match="it is no regular file"):
+                           match="not a regular file"):
             load(tmp_path / "pipe")
 
 

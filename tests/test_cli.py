@@ -132,7 +132,7 @@ if {"mxnet", "torch"} <= set(BACKENDS):     # these compare the two
     (["--devices", "1,cpu:0"], "numbers or devices, not both"),
     (["--devices", "2,2"], "each number once"),
     (["--devices", "0"], "from 1 to 1024"),
-    (["--devices", "gpu:99"], "gpu(99) is not there"),
+    (["--devices", "gpu:99"], "gpu(99) is not available"),
     (["--lr", "1e30"], "loss must be finite"),
     (["--data", "nowhere"], "unknown data set; received 'nowhere'"),
     (["--size", "8"], "--size is not an option of lenet"),
@@ -315,7 +315,7 @@ def test_a_default_that_does_not_load_is_an_error(absent, patch):
     ("MGPU_THREADS_PER_DEVICE", "4096", "more than the", "warning"),
     ("MGPU_TREADS", "2", "MGPU_TREADS is set, and nothing reads it",
      "warning"),
-    *[("MXNET_CPU_TEMP_COPY", "4", "mgpu's own choice, 96", "warning"),
+    *[("MXNET_CPU_TEMP_COPY", "4", "mgpu's value, 96", "warning"),
       ("MXNET_ENGINE_TYPE", "NaiveEngine", "tested without", "warning")
       ] * ("mxnet" in BACKENDS)])
 def test_settings(default, patch, name, value, words, level):
@@ -356,7 +356,7 @@ def test_links_and_special_files_stay_what_they_are(tmp_path):
         lambda header, arrays: arrays["a"].tolist()) == [0, 1, 2]
     (tmp_path / "copy").unlink()
     os.close(reader)
-    with pytest.raises(IsADirectoryError, match="expected the name of a file"):
+    with pytest.raises(IsADirectoryError, match="expected a file name"):
         files.write_json(tmp_path, [1])
     assert sorted(tmp_path.iterdir()) == [link, pipe, target]
 

@@ -134,7 +134,7 @@ def test_mxnets_kvstore(backend):
 
 def test_native_collectives_refuse_what_they_cannot_do(backend):
     """NCCL is for cards (`tests/test_gpu.py`), kvstore for sums."""
-    op, what = ("max", "kvstore computes sums only; received op='max'") \
+    op, what = ("max", "kvstore supports sums only; received op='max'") \
         if backend.name == "mxnet" else ("sum", "arrays on cpu, cpu")
     data = put(backend, [np.ones(2), np.ones(2)])
     with pytest.raises(ValueError, match=what):
@@ -202,7 +202,7 @@ def test_no_list_is_refused(backend, function):
             function(data)
         assert str(refused.value) == (
             "data must be a list with one array per device; received "
-            f"{type(data).__name__}. Make one with mgpu.split_and_load, or "
+            f"{type(data).__name__}. Create one with mgpu.split_and_load, or "
             "with mgpu.put(x, device) for each device.")
     for data in ([], ()):
         with pytest.raises(ValueError) as refused:
@@ -247,7 +247,7 @@ def test_different_shapes_and_dtypes_are_refused(backend, other):
     assert_refused(
         backend, [np.ones(2, "float32"), other],
         "data must hold arrays of one shape and dtype; received (2,) float32,"
-        f" {other.shape} {other.dtype}. Bring them to one.",
+        f" {other.shape} {other.dtype}. Convert them.",
         (allreduce, broadcast, reduce, reducescatter))
 
 
@@ -264,16 +264,15 @@ def test_unknown_algorithms_are_refused(backend):
         assert_refused(
             backend, [np.ones(2)] * 2, f"unknown algorithm; received "
             f"{algorithm!r}. Use one of 'naive', 'tree', 'ring', 'sharded', "
-            "'native', 'auto', or an object of a subclass of AllReduce.",
+            "'native', 'auto', or an instance of a subclass of AllReduce.",
             algorithm=algorithm)
 
 
 def test_impossible_roots_are_refused(backend):
     for root in (-1, 2, 0.0, None, True, "0"):
         assert_refused(
-            backend, [np.ones(2)] * 2, "root must be the number of a device, "
-            f"0 to 1; received {root!r}.", (allreduce, broadcast, reduce),
-            root=root)
+            backend, [np.ones(2)] * 2, "root must be a device index, 0 to 1; "
+            f"received {root!r}.", (allreduce, broadcast, reduce), root=root)
 
 
 def test_reductions_of_another_dtype_are_refused(backend):
@@ -282,8 +281,8 @@ def test_reductions_of_another_dtype_are_refused(backend):
                       ("bool", "mean"), ("bool", "max"), ("bool", "min")):
         assert_refused(
             backend, [np.ones(2, dtype), np.zeros(2, dtype)],
-            f"the {op} of {dtype} arrays is not of that dtype; received (2,) "
-            f"{dtype}, (2,) {dtype}. Convert them first, for example with "
+            f"{op} does not support {dtype} arrays; received (2,) {dtype}, "
+            f"(2,) {dtype}. Convert them first, for example with "
             "mgpu.functional.astype(x, 'float32').",
             (allreduce, reduce, reducescatter), op=op)
 
@@ -295,7 +294,8 @@ def test_complex_numbers_have_no_largest(backend):
     data = [torch.ones(2, dtype=torch.complex64) for _ in range(2)]
     for op, algorithm in itertools.product(("max", "min"),
                                            collectives.ALGORITHMS):
-        with pytest.raises(ValueError, match="no order, and so no " + op):
+        with pytest.raises(ValueError, match=op + " is not defined for "
+                           "complex numbers"):
             allreduce(data, op=op, algorithm=algorithm)
 
 
@@ -337,8 +337,8 @@ def test_arrays_without_a_place_for_each_element_are_refused(backend):
         else [x.as_nd_ndarray().tostype("row_sparse")]
     for y, write in itertools.product(wrong, WRITING):
         other = backend.put(np.ones(y.shape, "float32"), cpu(1))
-        with pytest.raises(ValueError, match="must have a place in memory "
-                           "for each of its elements; received "):
+        with pytest.raises(ValueError, match="the elements of an array that "
+                           "is written must not share memory; received "):
             write([other, y])
         assert (backend.to_numpy(other) == 1).all()
 
@@ -355,9 +355,9 @@ def test_allgather_along_a_missing_axis(backend):
     for shape, axis in (((2, 2), 2), ((2, 2), -3), ((), 0), ((3,), 1)):
         assert_refused(
             backend, [np.ones(shape, "float32")] * 2,
-            f"an array of shape {shape} has no axis {axis} to join along; "
-            f"received {shape} float32, {shape} float32. Use an axis that "
-            "all have.", [allgather], axis=axis)
+            f"an array of shape {shape} has no axis {axis} to concatenate "
+            f"along; received {shape} float32, {shape} float32. Use an axis "
+            "of all arrays.", [allgather], axis=axis)
 
 
 def test_allgather_of_what_does_not_fit(backend):
@@ -369,11 +369,11 @@ def test_allgather_of_what_does_not_fit(backend):
             backend, [np.ones((2, 2), "float32"), other],
             "data must hold arrays of one dtype that differ only in axis "
             f"{axis}; received (2, 2) float32, {other.shape} {other.dtype}. "
-            "Bring them to one.", [allgather], axis=axis)
+            "Convert them.", [allgather], axis=axis)
 
 
 def test_reducescatter_needs_an_axis(backend):
-    with pytest.raises(ValueError, match="cuts along axis 0; received"):
+    with pytest.raises(ValueError, match="splits along axis 0; received"):
         reducescatter(put(backend, [np.array(1.0)] * 2))
 
 

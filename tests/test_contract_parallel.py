@@ -115,8 +115,8 @@ def test_no_rendezvous_inside_a_rendezvous(backend):
     with pytest.raises(RuntimeError) as refused:
         backend.parallel([inner, inner], rendezvous=True)
     assert str(refused.value) == (
-        "functions that wait for each other cannot start inside a function "
-        "that mgpu.parallel runs; call the replicas together, outside of it.")
+        "functions that wait for each other cannot start inside a function of"
+        " mgpu.parallel. Call the replicas together, outside of it.")
 
 
 def test_backward_inside_parallel(backend, parallel, devices):

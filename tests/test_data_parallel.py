@@ -806,7 +806,7 @@ def test_an_earlier_batch_decides_for_a_square_array(backend, devices, before,
 @pytest.mark.parametrize("batch_axis, error", [
     (-1, "batch_axis must be an integer of 0 or more; received -1"),
     ({"x": "0"}, "batch_axis must be an integer of 0 or more; received '0'"),
-    (2, r"batch_axis is 2, and no argument has that axis; received shapes "
+    (2, r"no argument has the axis batch_axis=2; received shapes "
      r"\[\(6, 3\)\]")])
 def test_a_wrong_batch_axis_raises(backend, devices, batch_axis, error):
     with pytest.raises(ValueError, match=error):

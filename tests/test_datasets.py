@@ -157,7 +157,7 @@ def test_a_position_of_batches_that_another_thread_draws_is_refused():
     for at, _ in enumerate(mgpu.prefetch(it, 3), 1):
         assert it.position == ((0, at) if at < 3 else (1, 0))
     for _ in mgpu.prefetch(map(tuple, it), 3):
-        with pytest.raises(RuntimeError, match="drawn by another thread"):
+        with pytest.raises(RuntimeError, match="another thread draws"):
             it.position
     it.epoch = 0
     assert it.position == (0, 0)

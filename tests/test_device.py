@@ -107,9 +107,9 @@ def test_repeated_devices_and_an_empty_list_are_refused():
     with pytest.raises(ValueError) as refused:
         as_devices(["cpu:0", cpu(1), "cpu", "cpu(1)"])
     assert str(refused.value) == (
-        "each device may be named once; received [cpu(0), cpu(1), cpu(0), "
-        "cpu(1)], with cpu(0), cpu(1) more than once. CPU devices are "
-        "unlimited: for 4 of them use list_devices(4).")
+        "devices must be distinct; received [cpu(0), cpu(1), cpu(0), cpu(1)],"
+        " with cpu(0), cpu(1) more than once. CPU devices are unlimited: for "
+        "4 of them use list_devices(4).")
     with pytest.raises(ValueError, match=r"at least one device is needed; "
                        r"received an empty list\. Use"):
         as_devices([])
@@ -121,7 +121,7 @@ def test_an_absent_gpu_is_refused(backend, gpus):
         with pytest.raises(ValueError) as refused:
             as_devices([cpu(0), f"gpu:{count}"])
         assert str(refused.value) == (
-            f"gpu({count}) is not there: the {backend.name} backend sees "
+            f"gpu({count}) is not available: the {backend.name} backend sees "
             f"{sees}. Use try_gpu({count}), or a logical device such as "
             f"cpu({count}).")
 

@@ -238,8 +238,8 @@ def test_draws_that_no_name_tells_of_are_said(backend, devices, monkeypatch):
     with mgpu.record():
         replicas(shards)
         net.share = 0.25
-        with pytest.warns(UserWarning, match="default random stream while "
-                          "several devices ran"):
+        with pytest.warns(UserWarning, match="torch's default generator in "
+                          "parallel"):
             replicas(shards)
         found = []
         for _ in range(2):

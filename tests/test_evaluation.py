@@ -266,7 +266,7 @@ def test_a_block_is_evaluated_where_it_is(backend):
     with contextlib.nullcontext() if backend.name == "torch" else \
             pytest.raises(ValueError, match=(
                 r"the network is on \[cpu\(1\), cpu\(2\)\]; received \[cpu"
-                r"\(0\)\]. Evaluate where")):
+                r"\(0\)\]. Evaluate on")):
         assert mgpu.evaluate_accuracy_gpus(net, data(), device="cpu:0") \
             == exact()
 

@@ -504,7 +504,7 @@ def test_an_optimizer_without_a_trainer_raises(on_torch):
     trainer = mgpu.Trainer(replicas, grouped)
     replicas.params()[0].lr_mult = 2.0
     backward(replicas, *batch(8))
-    with pytest.raises(ValueError, match="'0.weight'. Make a group"):
+    with pytest.raises(ValueError, match="'0.weight'. Create a parameter"):
         trainer.step(8)
     assert_unmoved(net, before)
 
@@ -520,7 +520,7 @@ def test_set_learning_rate_writes_to_the_groups(on_torch):
 
 def test_other_rates_than_those_of_the_object_are_refused(on_torch):
     pair = Pair(two_groups(optim.SGD), on(0, 1))
-    with pytest.raises(ValueError, match="rates of their own"):
+    with pytest.raises(ValueError, match="different learning rates"):
         pair.trainer.set_learning_rate(0.25)
     optimizer = pair.optimizers[1]
     for rule in (optimizer, "sgd"):
@@ -646,7 +646,7 @@ def test_wrong_calls_by_torchs_names_are_refused(backend):
         with pytest.raises(error, match=words):
             trainer.load_state_dict(wrong)
     with pytest.raises(ValueError, match="batch_size must be.*received None. "
-                       "Pass the rows of the whole batch"):
+                       "Pass the global batch size"):
         trainer.step()
     with pytest.raises(ValueError, match="batch_size must be.*function"):
         trainer.step(lambda: 0.0)

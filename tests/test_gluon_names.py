@@ -190,8 +190,8 @@ def test_what_would_be_another_number_is_refused(backend):
             ({"optimizer_params": {"rescale_grad": 2.0}, "semantics":
               "torch"}, "no option 'rescale_grad'"),
             ({"optimizer_params": {"multi_precision": True}},
-             "multi_precision=True and narrower")):
-        dtype = "float16" if "narrower" in text else "float64"
+             "not supported for weights in reduced precision")):
+        dtype = "float16" if "reduced" in text else "float64"
         replicas = mgpu.initialize(mlp(backend), on(0), "xavier", dtype=dtype)
         with pytest.raises(ValueError, match=text):
             mgpu.Trainer(replicas, "sgd", **options)
@@ -587,7 +587,7 @@ def test_hybridize_later_gives_the_same_bits(late):
 
 def test_hybridize_is_the_option_of_initialize(backend):
     replicas = initialize(mlp(backend), on(0, 1), batch_norm="sync")
-    with pytest.raises(ValueError, match="batch_norm='sync' with hybridize"):
+    with pytest.raises(ValueError, match="'sync' does not support hybridize"):
         replicas.hybridize()
     replicas.hybridize(False)
 
@@ -703,7 +703,7 @@ def test_mixed_goes_by_the_names_of_weights(backend):
 def test_initializers_that_mean_nothing_here(backend):
     mx = mgpu.mxnet_compat()
     for wrong, text in (
-            (mx.init.Load({}), "mx.init.Load either.*Replicas.load_param"),
+            (mx.init.Load({}), "Load is not supported.*Replicas.load_param"),
             (mx.init.Mixed(["dense0.*", ".*"], [mx.init.One()] * 2),
              "received 'dense0.*', which matches none of .*'0.weight'"),
             (mx.init.Mixed(["0"], [mx.init.One()]), "received '2.weight' "

@@ -64,7 +64,7 @@ def test_training_equals_the_cpu(gpus, policy):
 
 def test_wrong_card():
     with mgpu.using_backend("torch"):
-        with pytest.raises(ValueError, match="is not there"):
+        with pytest.raises(ValueError, match="is not available"):
             mgpu.initialize(convnet(mgpu.get_backend()), [mgpu.gpu(64)],
                             "uniform")
 

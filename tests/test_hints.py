@@ -89,8 +89,8 @@ def test_a_name_of_another_framework_has_a_hint(name, use):
 
 def test_a_trainer_of_a_network_names_initialize(backend):
     replicas, _ = made(backend)
-    with pytest.raises(TypeError, match="got the network, a .*Call replicas "
-                       "= mgpu.initialize"):
+    with pytest.raises(TypeError, match="received the network, a .*Call "
+                       "replicas = mgpu.initialize"):
         mgpu.Trainer(replicas.net, "sgd", {"learning_rate": 0.5})
 
 

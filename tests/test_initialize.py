@@ -550,7 +550,7 @@ WRONG = [
     (dict(init="bilinear", dtype="float64"), ValueError,
      "needs a weight of 4 axes or more"),
     (dict(devices=["cpu:1", "cpu:0", "cpu:1"]), ValueError,
-     "each device may be named once; received [cpu(1), cpu(0), cpu(1)]")]
+     "devices must be distinct; received [cpu(1), cpu(0), cpu(1)]")]
 
 
 def test_wrong_arguments_are_refused_before_a_change(backend):

@@ -218,9 +218,9 @@ def test_wrong_arguments_are_refused(backend):
         with pytest.raises(ValueError, match="depth must be an integer of 1"):
             mgpu.prefetch([], wrong)
     with pytest.raises(TypeError, match="data must be an iterable of batches; "
-                       "received int. Pass for example a list"):
+                       "received int. Pass a list"):
         mgpu.prefetch(3)
-    with pytest.raises(ValueError, match=r"gpu\(99\) is not there"):
+    with pytest.raises(ValueError, match=r"gpu\(99\) is not available"):
         mgpu.prefetch([], devices="gpu:99")
     replicas, loss, trainer = set_up(backend, on(0))
     for wrong in (-1, 0.5, None, True):

@@ -260,7 +260,7 @@ def test_sparse_batches_are_refused(backend, devices):
     for x in every:
         for call in (lambda: split_batch({"x": x}, np.arange(4), devices),
                      lambda: split_and_load(x, devices)):
-            with pytest.raises(ValueError, match="rows of dense arrays; "
+            with pytest.raises(ValueError, match="must hold dense arrays; "
                                "received a sparse or nested .* Make it dense"):
                 call()
 
@@ -298,8 +298,8 @@ def test_lists_of_text_are_split_by_rows(backend, devices):
     assert all(shard["classes"] == ("cat", "dog") for shard in Xs)
     for wrong in (dict(X, text=["a", "b"]), (X["x"], [["cat"]]),
                   (X["x"], {"text": ["a", "b"]})):
-        with pytest.raises(ValueError, match="an entry for each row of the "
-                           "batch; received [12] entries, .* as a tuple"):
+        with pytest.raises(ValueError, match="an entry for each example; "
+                           "received [12] entries, .* as a tuple"):
             split_batch(wrong, y, devices)
     with pytest.raises(ValueError, match=r"shape \(3,\) cannot be evenly"):
         split_and_load((np.ones(4), ["a", "b", "c"]), [cpu(0), cpu(1)])
@@ -312,7 +312,7 @@ def test_lists_of_arrays_that_may_be_rows_are_refused(backend, devices):
     dicts = [{"boxes": np.zeros((4, 2))} for _ in range(4)]
     for data in ((X, square), (X, {"a": square}), ({"a": square, "x": X},
                  np.arange(4)), (X, dicts), ((X, (1, square)), X)):
-        with pytest.raises(ValueError, match="could be both. Give several"):
+        with pytest.raises(ValueError, match="could be both. Pass several"):
             split_batch(*data, devices)
     native = [backend.put(x, cpu(0)) for x in square]
     with pytest.raises(ValueError, match="received 4 of shape \\(4,\\)"):
@@ -332,18 +332,18 @@ def test_what_goes_whole_and_may_be_of_the_rows_is_refused(backend, devices):
                  collections.deque(range(4))):
         for data in (((X, form), y), (X, (y, {"a": (1.5, form)})),
                      ({"x": X, "sizes": form}, y)):
-            with pytest.raises(ValueError, match="that holds 4 entries or "
-                               r"rows, .* as a list, list\(x\)") as refused:
+            with pytest.raises(ValueError, match="that holds 4 entries or ex"
+                               r"amples, .* a list, list\(x\)") as refused:
                 split_batch(*data, devices)
             assert type(form).__name__ in str(refused.value)
-        with pytest.raises(ValueError, match="holds 4 entries or rows"):
+        with pytest.raises(ValueError, match="holds 4 entries or examples"):
             split_and_load((np.zeros((2, 4)), form), devices, 1, False)
         split_batch((X, list(form)), y, devices)
     rows = backend.put(np.zeros((4, 3)), cpu(0))
     for form in (types.SimpleNamespace(a=rows), types.SimpleNamespace(a=[
             1, 2, 3, 4]), argparse.Namespace(a={"b": y})):
-        with pytest.raises(ValueError, match=f"received a "
-                           f"{type(form).__name__} that holds 4 entries or"):
+        with pytest.raises(ValueError, match=f"a {type(form).__name__} is "
+                           ".* received one that holds 4 entries or"):
             split_batch({"x": X, "more": form}, y, devices)
     for whole in ((1, 2, 3), tuple("abc"), range(3), Pair(1, 2), "abcd", None,
                   types.SimpleNamespace(a=(1, 2, 3, 4), b=np.zeros(3)), len,
@@ -376,8 +376,8 @@ def test_different_lengths_are_refused(backend, X, y, received):
     native = [map_leaves(lambda a: [backend.put(a, cpu(0))], data, 1)[0]
               for data in (X, y)]
     for data in ((X, y), native):
-        with pytest.raises(ValueError, match="X and y must have equally many "
-                           rf"rows; received {received}\. Cut them"):
+        with pytest.raises(ValueError, match="the same number of examples; "
+                           rf"received {received}\. Cut them"):
             split_batch(*data, [cpu(0), cpu(1)])
 
 
@@ -390,11 +390,11 @@ def test_a_list_with_an_entry_for_each_row(engine, devices):
     assert list(map(len, y_shards)) == [
         0 if x is None else len(x) for x in X_shards]
     with pytest.raises(ValueError, match="received 5 and 1 or 2 or 3.* with "
-                       "an entry for each row .* as a list"):
+                       "an entry for each example .* as a list"):
         split_batch(X, tuple(y), devices)
 
 
 def test_an_empty_batch_is_refused(backend):
     for X, y in ((np.ones((0, 2)), np.ones(0)), ([], []), (None, None)):
-        with pytest.raises(ValueError, match="arrays of at least one row"):
+        with pytest.raises(ValueError, match="hold at least one example"):
             split_batch(X, y, [cpu(0), cpu(1)])

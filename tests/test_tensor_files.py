@@ -65,9 +65,9 @@ def test_other_programs_read_it(tmp_path):
     ({"x": np.array("text")}, "received 'x' of <U4"),
     ({"x": np.ones(2, complex)}, "received 'x' of complex128"),
     ({"x": np.array([object()])}, "received 'x' of object"),
-    ({"sha256": np.ones(2)}, "the name 'sha256' is taken in every file"),
+    ({"sha256": np.ones(2)}, "the name 'sha256' is reserved"),
     ({f"{i:0>9000}": np.ones(1) for i in range(500)},
-     "a header has 8388608 bytes at most")],
+     "a header must have at most 8388608 bytes")],
     ids=["text", "complex", "object", "digest", "header"])
 def test_what_does_not_fit_is_refused(tmp_path, arrays, match):
     with pytest.raises(ValueError, match=match):
@@ -91,15 +91,15 @@ def test_every_byte_counts(tmp_path):
             read(file)
         if begin <= at < begin + 46:
             name = "first" if at < begin + 40 else "second"
-            assert f"array '{name}' does not fit its digest" in str(
+            assert f"the digest of array '{name}' does not match" in str(
                 seen.value)
         if at % 7 == 0:
             file.write_bytes(whole[:at])
             with pytest.raises(CheckpointCorrupt):
                 read(file)
     file.write_bytes(whole + b"\0")
-    with pytest.raises(CheckpointCorrupt, match="its arrays have 78 bytes, "
-                       "and 79 are there"):
+    with pytest.raises(CheckpointCorrupt, match="the arrays have 78 bytes; "
+                       "the file has 79"):
         read(file)
     file.write_bytes(whole)
     read(file)

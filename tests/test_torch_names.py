@@ -326,8 +326,8 @@ def test_what_init_does_not_take_is_refused():
             (lambda w: None, "expected an initializer"),
             (init.constant_, "'val'"), (init.xavier_normal, "end in '_'"),
             (init.calculate_gain, "end in '_'"),
-            (Partial(init.normal_, 0.3), "options by name"),
-            (Partial(init.normal_, sigma=0.3), "the options of"),
+            (Partial(init.normal_, 0.3), "must be keyword arguments"),
+            (Partial(init.normal_, sigma=0.3), "has the options"),
             (Partial(init.normal_, generator=torch.Generator()), "seed="),
             (init.dirac_, "cannot draw the shape"),
             (nn.init, "expected an initializer")):

@@ -245,9 +245,9 @@ def test_a_wrong_batch_size_is_refused(backend):
                 call(size)
             assert str(caught.value) == (
                 "batch_size must be a finite number above 0; received "
-                f"{size!r}. Pass the rows of the whole batch, over all "
-                "devices, or what else the loss is divided by: its tokens, "
-                "or the sum of its weights.")
+                f"{size!r}. Pass the global batch size, over all devices, or "
+                "another divisor of the loss: the number of tokens, or the "
+                "sum of the weights.")
     assert_unchanged(values(replicas), before)
     assert_unchanged(gradients(replicas), held)
     trainer.step(np.int64(4))       # a whole number of NumPy is one

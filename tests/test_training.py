@@ -307,13 +307,12 @@ def test_wrong_batches_and_losses_change_nothing(engine):
     X, y = batch(6)
     foreign, name = foreign_array(engine)
     for (X_, y_), error, text in (
-            ((X, y[:5]), ValueError, "X and y must have equally many rows; "
-             "received 6 and 5. Cut them to one length. Give numbers as an "
-             "array or a list, and labels with an entry for each row (the "
-             "boxes of each picture) as a list."),
-            ((X[:0], y[:0]), ValueError, "a batch has arrays of at least "
-             "one row, in a pair (X, y) or a dict; received none. Leave it "
-             "out."),
+            ((X, y[:5]), ValueError, "X and y must have the same number of "
+             "examples; received 6 and 5. Cut them to one length. Pass "
+             "numbers as an array or a list, and labels with an entry for "
+             "each example (the boxes of each image) as a list."),
+            ((X[:0], y[:0]), ValueError, "a batch must hold at least one "
+             "example, in a pair (X, y) or a dict; received none. Skip it."),
             ((foreign, y[:3]), TypeError, refusal_of_foreign(engine, name)),
             ((X[:3], foreign), TypeError, refusal_of_foreign(engine, name))):
         refuse(lambda: mgpu.train_batch(X_, y_, replicas, loss, trainer),
@@ -565,9 +564,9 @@ def test_arguments_of_another_kind_are_named(backend):
             ("loss", None, r"loss\(output, label\); received None of type"),
             ("loss", type(loss), "received the class SoftmaxCross"),
             ("train_iter", None, "train_iter must be an iterable of batches"),
-            ("train_iter", [np.ones((2, 6))], "pairs, .*received a ndarray"),
+            ("train_iter", [np.ones((2, 6))], "pairs .*received a ndarray"),
             ("train_iter", [types.SimpleNamespace(data=[1], label=[2])],
-             "received a SimpleNamespace. Make pairs of them"),
+             "received a SimpleNamespace. Convert to pairs"),
             ("test_iter", 3, "test_iter must be an iterable of batches"),
             ("test_iter", [1, 2], "a int"), ("test_iter", "ab", "str"),
             ("evaluate", 3, "evaluate must be callable"),

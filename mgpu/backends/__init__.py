@@ -1,7 +1,6 @@
-"""The registry of backends: which one is in use; it is loaded on first use.
+"""Registry of backends, which are loaded on first use.
 
-No module of `mgpu`, except the backends' own, imports a framework when it is
-imported.
+Importing `mgpu` imports no framework; only the modules of a backend do.
 """
 import contextlib
 import importlib
@@ -21,12 +20,12 @@ from mgpu.utils import environment
 
 
 class Entry(NamedTuple):
-    """Where a backend lives, and what it needs."""
+    """Module and requirements of a backend."""
 
-    module: str         # the module whose BACKEND is the Backend class
-    framework: str      # the package that it needs
-    packages: str       # what pip installs for it
-    newest_python: tuple[int, int] | None = None    # that has wheels
+    module: str         # its attribute BACKEND is the Backend class
+    framework: str      # package of the framework
+    packages: str       # arguments of pip install
+    newest_python: tuple[int, int] | None = None    # with wheels
     cpu_only: str = ""      # the command for a build without CUDA
 
     def has_wheels(self) -> bool:
@@ -35,7 +34,8 @@ class Entry(NamedTuple):
             or sys.version_info[:2] <= self.newest_python
 
     def cure(self) -> str:
-        """The command that installs the framework, or why there is none."""
+        """The command that installs the framework, or the reason why pip
+        cannot."""
         if not self.has_wheels():
             newest = ".".join(map(str, self.newest_python or ()))
             return (f"{self.framework} has no wheels for this Python; use "
@@ -55,14 +55,15 @@ NAMES = tuple(ENTRIES)
 
 _instances: dict[str, Backend] = {}
 _loading = threading.Lock()
-_chosen: str | None = None      # by set_backend: all threads, all cells
-_installed: str | None = None   # the first one that is; looked up once
-_inferred: str | None = None    # of the last network, where none is chosen
+_chosen: str | None = None      # by set_backend, for all threads
+_installed: str | None = None   # the first installed one; cached
+_inferred: str | None = None    # of the last network, if none is chosen
 _scoped: ContextVar[str | None] = ContextVar("mgpu_backend", default=None)
 
 
 def canonical(name: str) -> str:
-    """The backend that `name`, or an alias, stands for; else ValueError."""
+    """The canonical name of the backend `name`, which may be an alias. Raises
+    ValueError for unknown names."""
     found = ALIASES.get(name, name) if isinstance(name, str) else None
     if found not in ENTRIES:
         raise ValueError(
@@ -89,9 +90,9 @@ def _load(name: str) -> Backend:
 
 
 def set_backend(name: str) -> None:
-    """Choose the backend for every thread, until the next `set_backend`.
+    """Set the backend for all threads.
 
-    Loads the framework now, so that a missing one is an error here.
+    Loads the framework.
 
     Parameters
     ----------
@@ -101,9 +102,9 @@ def set_backend(name: str) -> None:
     Raises
     ------
     ValueError
-        Another name.
+        `name` is unknown.
     BackendNotAvailable
-        The framework is not installed or does not load.
+        The framework is not installed or cannot be imported.
     """
     global _chosen
     name = canonical(name)
@@ -113,11 +114,11 @@ def set_backend(name: str) -> None:
 
 @contextlib.contextmanager
 def using_backend(name: str) -> Iterator[Backend]:
-    """Use the backend `name` inside a ``with`` block, in this context only.
+    """Context manager that sets the backend in the current context.
 
-    That is a `contextvars` context, which threads started by `mgpu.parallel`
-    inherit. The earlier choice comes back at the end of the block, also after
-    an error. Raises as `set_backend` does.
+    The setting applies to the current `contextvars` context, which threads of
+    `mgpu.parallel` inherit. The previous backend is restored at the end of
+    the block, also after an error. Raises the errors of `set_backend`.
     """
     name = canonical(name)
     backend = _load(name)
@@ -129,19 +130,19 @@ def using_backend(name: str) -> Iterator[Backend]:
 
 
 def in_use(backend: Backend) -> contextlib.AbstractContextManager[Backend]:
-    """`using_backend`, unless the code around does that."""
+    """`using_backend`, unless it is already in effect."""
     return contextlib.nullcontext(backend) if _scoped.get() == backend.name \
         else using_backend(backend.name)
 
 
 def default_backend() -> str:
-    """The name of the backend that a script uses without choosing one.
+    """The name of the default backend. Loads nothing.
 
-    It is the environment variable ``MGPU_BACKEND``; without it, the backend
-    of the last network that was given to `initialize` or `DataParallel`; the
-    one that is installed, ``"mxnet"`` where both are; the one that can be
-    installed on this Python, ``"mxnet"`` first. Loads nothing. ValueError for
-    an unknown ``MGPU_BACKEND``.
+    The first of these that is available: the environment variable
+    ``MGPU_BACKEND``; the backend of the last network passed to `initialize`
+    or `DataParallel`; the installed backend, ``"mxnet"`` if both are; the
+    backend that can be installed on this Python, ``"mxnet"`` first. Raises
+    ValueError for an unknown ``MGPU_BACKEND``.
     """
     global _installed
     named = environment.backend() or _inferred
@@ -154,27 +155,26 @@ def default_backend() -> str:
 
 
 def get_backend() -> Backend:
-    """The backend in use: that of the innermost `using_backend`, else of
-    `set_backend`, else `default_backend`. Loads it on first use.
+    """The current backend: of the innermost `using_backend`, of
+    `set_backend`, or `default_backend`. Loads it on first use.
 
     Raises
     ------
     BackendNotAvailable
-        Its framework is not installed or does not load. mgpu never falls
-        back to another backend than the one that was named.
+        The framework is not installed or cannot be imported. mgpu never falls
+        back to another backend than the selected one.
     """
     name = _scoped.get() or _chosen or default_backend()
     return _instances.get(name) or _load(name)
 
 
 def backend_of(net: Any) -> str:
-    """The name of the backend that a native network belongs to. Loads
-    nothing.
+    """The name of the backend of a native network. Loads nothing.
 
     Raises
     ------
     TypeError
-        It is not a network of either framework.
+        `net` is not a network of either framework.
     """
     roots = {cls.__module__.partition(".")[0] for cls in type(net).__mro__}
     for name, entry in ENTRIES.items():
@@ -183,12 +183,12 @@ def backend_of(net: Any) -> str:
     raise TypeError(
         "expected a gluon.Block or a torch.nn.Module; received "
         f"{type(net).__module__}.{type(net).__name__}. Pass the network "
-        "itself, or a function without arguments that makes it.")
+        "itself, or a function without arguments that returns it.")
 
 
 def backend_for(net: Any) -> Backend:
-    """The backend in use. Where neither the script nor ``MGPU_BACKEND`` has
-    chosen one, that of `net` becomes it."""
+    """The current backend. If neither the script nor ``MGPU_BACKEND`` has set
+    one, the backend of `net` becomes the current one."""
     global _inferred
     if not (_scoped.get() or _chosen or environment.backend()):
         with contextlib.suppress(TypeError):    # not a network
@@ -197,10 +197,9 @@ def backend_for(net: Any) -> Backend:
 
 
 def given(x: Any) -> Given | None:
-    """Who knows what `x`, an object or a function, is in mgpu's terms: the
-    backend of the framework that made its class, or that it stands in; None
-    where that is neither. A `functools.partial` is what its function is. Loads
-    that backend's `given` only."""
+    """The `Given` of the backend whose framework defines `x`, an object, a
+    function, or a `functools.partial` of one. None for other objects. Loads
+    the `given` module of that backend only."""
     while isinstance(x, functools.partial):
         x = x.func
     places = [cls.__module__ for cls in type(x).__mro__]
@@ -216,20 +215,20 @@ def given(x: Any) -> Given | None:
 
 
 def mxnet_compat() -> ModuleType:
-    """Import MXNet 1.9.1 under a NumPy that it was not written for.
+    """Import MXNet 1.9.1 with NumPy 1.24 or newer.
 
-    A plain ``import mxnet`` fails with NumPy 1.24 or newer: *AttributeError:
-    module 'numpy' has no attribute 'bool'*. MXNet reads aliases that NumPy
-    has removed. Write this line first, and ``import mxnet`` works, here and
-    in every module that is imported later::
+    With these versions of NumPy, ``import mxnet`` raises *AttributeError:
+    module 'numpy' has no attribute 'bool'*, because MXNet uses aliases that
+    NumPy has removed. After this call, ``import mxnet`` works, in all
+    modules::
 
         mgpu.mxnet_compat()
         import mxnet as mx
 
-    It also works after an ``import mxnet`` that has failed. The aliases exist
-    only while MXNet is imported; NumPy is then as it was before. Choosing the
-    backend (``mgpu.set_backend("mxnet")``, or any call that loads it) does the
-    same. MXNet gets mgpu's settings: one OpenMP thread for each CPU context.
+    The call also works after a failed ``import mxnet``. The aliases exist
+    only during the import; NumPy is unchanged afterwards. Loading the MXNet
+    backend, for example with ``mgpu.set_backend("mxnet")``, has the same
+    effect. MXNet gets mgpu's settings: one OpenMP thread for each CPU context.
 
     Returns
     -------
@@ -247,8 +246,7 @@ def mxnet_compat() -> ModuleType:
 
 def recording_elsewhere(backend: Backend) -> str | None:
     """The name of another backend that records in this thread while `backend`
-    does not, so that what `backend` computes would not be recorded; else
-    None."""
+    does not, or None. Operations of `backend` would not be recorded."""
     if backend.is_recording():
         return None
     return next((name for name, other in _instances.items()
@@ -256,11 +254,11 @@ def recording_elsewhere(backend: Backend) -> str | None:
 
 
 def available_backends() -> list[str]:
-    """The names of the backends whose framework is installed. Imports
-    nothing; ``mgpu doctor`` tells whether an installed one also loads."""
+    """Names of the backends whose framework is installed. Imports nothing;
+    ``mgpu doctor`` checks whether a framework can be imported."""
     found = []
     for name, entry in ENTRIES.items():
-        # An error: it is hidden, or there is a stand-in for it.
+        # An error: the framework is hidden, or replaced by a mock.
         with contextlib.suppress(ImportError, ValueError):
             if importlib.util.find_spec(entry.framework) is not None:
                 found.append(name)
@@ -268,5 +266,5 @@ def available_backends() -> list[str]:
 
 
 def loaded_backends() -> list[Backend]:
-    """The backends that this process has loaded so far."""
+    """The backends loaded by this process."""
     return list(_instances.values())

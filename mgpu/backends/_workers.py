@@ -1,8 +1,8 @@
-"""Threads, one per device, that live as long as the process.
+"""Worker threads, one per device, for the lifetime of the process.
 
-Both backends run thunks (functions without arguments) through `Workers`: torch
-all but short ones, because a CPU backward pass runs in the thread that calls
-it; MXNet only where thunks wait for each other.
+Both backends run thunks (functions without arguments) in `Workers`: torch all
+except short ones, because a CPU backward pass runs in the calling thread;
+MXNet only thunks that wait for each other.
 """
 import atexit
 import contextvars
@@ -22,12 +22,12 @@ from mgpu.backends._allocator import give_back
 from mgpu.backends.base import ContextManager
 from mgpu.utils import probes
 
-#: seconds without work after which a thread gives freed memory back
+#: seconds without work after which a thread releases freed memory
 IDLE = 30.0
-#: seconds that the end of the interpreter waits for work
+#: seconds that the interpreter's exit waits for work
 AT_EXIT = 60.0
 
-_here = threading.local()       # .inside: this thread is a worker
+_here = threading.local()       # .inside: whether this thread is a worker
 
 Jobs = queue.SimpleQueue        # of callables; None: end
 
@@ -38,25 +38,25 @@ def inside_worker() -> bool:
 
 
 class Workers:
-    """Runs number i of a list of thunks in thread i.
+    """Thread pool that runs thunk i in thread i.
 
-    A thread starts when there is first work for it. After `IDLE` seconds
-    without any it gives freed memory back. At the end of the interpreter all
-    are ended, which waits for their work: it cannot be cut short in the
-    backend's code.
+    A thread starts with its first work. After `IDLE` seconds without work it
+    releases freed memory. The interpreter's exit ends all threads, and waits
+    for their work, which cannot be interrupted in a backend's code.
 
     Parameters
     ----------
     name : str
-        Thread i is called ``{name}-{i}``.
+        Thread i has the name ``{name}-{i}``.
     start : callable
         Called once in each new thread.
     carry : callable
-        Called in the calling thread; returns a factory of a context manager
-        that sets the caller's per-thread modes in the worker.
+        Called in the calling thread. Returns a function that returns a
+        context manager, which sets the caller's thread-local modes in the
+        worker.
     aside : callable
-        Gives a block in which the calling thread waits for these threads: it
-        holds no lock there that a thunk of another caller may wait for.
+        Returns a context manager in which the calling thread waits for the
+        workers. It releases locks that thunks of other callers may wait for.
     """
 
     def __init__(self, name: str, start: Callable[[], None],
@@ -65,7 +65,7 @@ class Workers:
         self._name, self._start, self._carry = name, start, carry
         self._aside = aside
         self._reset()
-        # A forked child has none of its parent's threads.
+        # Threads do not survive a fork.
         os.register_at_fork(after_in_child=self._reset)
         atexit.register(self.end)
 
@@ -74,29 +74,28 @@ class Workers:
         # One call at a time: thunks that wait for each other must not be
         # interleaved with those of another caller.
         self._one_call = threading.Lock()
-        self._call: _Call | None = None     # that runs, or was left
+        self._call: _Call | None = None     # running, or interrupted
         self._caller: int | None = None     # the thread that waits for it
 
     def run(self, thunks: Sequence[Callable[[], Any]],
             carry: bool = True) -> list[Any]:
-        """Return the results when all thunks have returned, or raise the
-        first exception by number.
+        """Run the thunks and return their results. Blocks until all have
+        returned; then raises the exception of the first that failed.
 
-        One thunk runs in the calling thread. Inside a thunk, they run one
-        after the other, because they may need the thread that the thunk runs
-        in. After Ctrl-C either no thunk has
-        begun or all have run, once: none waits for one that was never
-        started, and no thread goes on after the call (a second Ctrl-C does
-        not wait). Without `carry` they run in no modes of the caller's: they
-        call nothing of the backend's.
+        A single thunk runs in the calling thread. Nested calls run the thunks
+        sequentially, because they may need the thread of the outer thunk.
+        After Ctrl-C, either no thunk has started or all have run, so none
+        waits for one that was not started, and none runs after the call; a
+        second Ctrl-C does not wait. Without `carry`, the caller's modes are
+        not set: the thunks do not use the backend.
         """
         if inside_worker():
             return run_in_turn(thunks)
         if self._caller == threading.get_ident():
             raise RuntimeError(
-                "a signal handler starts no work on devices while the code "
-                "that it interrupts waits for some; received a call of mgpu "
-                "in one. Set a flag in the handler, and look at it between "
+                "a signal handler must not start work on devices while the "
+                "interrupted code waits for devices; received a call of mgpu "
+                "in one. Set a flag in the handler, and check it between "
                 "steps.")
         if len(thunks) < 2:
             return run_in_turn(thunks)
@@ -116,7 +115,7 @@ class Workers:
                 call.hand_out(self._threads)
                 call.wait()
             except BaseException:
-                call.hand_out(self._threads)    # those that were not, yet
+                call.hand_out(self._threads)    # the remaining ones
                 call.wait()
                 raise
             finally:
@@ -125,16 +124,16 @@ class Workers:
         return call.outcome()
 
     def end(self) -> None:
-        """End all threads, and wait `AT_EXIT` seconds for them at most. Where
-        a second Ctrl-C has left their work and ends the process, it ends at
-        once, by that signal."""
+        """End all threads, waiting at most `AT_EXIT` seconds. After a second
+        Ctrl-C that ends the process during a call, the signal ends it
+        immediately."""
         threads, self._threads = self._threads, []
         if self._call is not None:
             if getattr(sys, "last_type", None) is KeyboardInterrupt:
                 print(end="", flush=True)
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 signal.raise_signal(signal.SIGINT)
-            self._call.hand_out(threads)    # what has begun may wait for it
+            self._call.hand_out(threads)    # started thunks may wait for them
         for jobs, _ in threads:
             jobs.put(None)
         end = time.monotonic() + AT_EXIT
@@ -153,11 +152,11 @@ class Workers:
             if job is None:
                 return
             job()
-            del job     # and what the thunk refers to
+            del job     # releases the references of the thunk
 
 
 class _Call:
-    """The thunks of one `Workers.run`, and what became of them."""
+    """The thunks of a `Workers.run`, and their results."""
 
     def __init__(self, thunks: Sequence[Callable[[], Any]],
                  modes: Callable[[], ContextManager]):
@@ -178,13 +177,13 @@ class _Call:
             jobs.put(partial(self._do, i))
 
     def _do(self, i: int) -> None:
-        for _ in self._once[i]:     # no second time
+        for _ in self._once[i]:     # at most once
             try:
                 with self._modes():
                     self._results[i] = self._contexts[i].run(self._thunks[i])
-            except BaseException as error:      # handed to the caller
+            except BaseException as error:      # raised in the caller
                 self._errors[i] = error
-            # Drop them before the caller continues: this thread may keep
+            # Release them before the caller continues: this thread may hold
             # this object for some time, and must not keep arrays alive.
             self._thunks[i] = self._contexts[i] = None
             if next(self._number) == len(self._thunks):
@@ -192,22 +191,21 @@ class _Call:
                 self._ending.release()
 
     def wait(self) -> None:
-        """Wait until all thunks have ended. It may be called again, as Ctrl-C
-        may come when the lock has just been taken."""
+        """Block until all thunks have ended. May be called again, because
+        Ctrl-C may arrive when the lock was just acquired."""
         if not self._all_ended:
             self._ending.acquire()
 
     def outcome(self) -> list[Any]:
-        """Return the results or raise the first exception; to be called
-        once."""
+        """Return the results, or raise the first exception. Called once."""
         results, errors = self._results, self._errors
         del self._results, self._errors
         return first_error_or(results, errors)
 
 
 def run_here(thunks: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Call all thunks in this thread, one after the other, as if each were
-    in a thread of its own."""
+    """Call the thunks sequentially in this thread, each in a copy of the
+    context, as in worker threads."""
     before = inside_worker()
     try:
         _here.inside = True
@@ -218,7 +216,7 @@ def run_here(thunks: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def run_in_turn(thunks: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Call all thunks in this thread, one after the other."""
+    """Call the thunks sequentially in this thread."""
     results: list[Any] = []
     errors: list[Any] = []
     for thunk in probes.timed(thunks):
@@ -230,12 +228,12 @@ def run_in_turn(thunks: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def first_error_or(results: list[Any], errors: list[Any]) -> list[Any]:
-    """Raise the first exception in `errors`; without one, the results."""
+    """Raise the first exception in `errors`, or return the results."""
     first = next((error for error in errors if error is not None), None)
     if first is None:
         return results
-    # Its traceback refers to these frames. If they referred to it as well,
-    # it and all arrays in them would stay until garbage is collected.
+    # The traceback refers to these frames. References from the frames to the
+    # exception would keep it, and all arrays, until garbage collection.
     errors.clear()
     results.clear()
     try:

@@ -1,24 +1,24 @@
-"""The contract of a backend: what MXNet and PyTorch do differently.
+"""Interface of a backend.
 
-What is the same on both backends is written once, in the other modules of
-`mgpu`. A backend writes three classes:
+The other modules of `mgpu` contain one implementation for both backends. A
+backend implements three classes:
 
 - `Ops`: functions of arrays whose names or arguments differ;
-- `Network`: a user's network, and its passes on several devices;
-- `Backend`: arrays, gradients, recording, work on several devices.
+- `Network`: a network, and its passes on several devices;
+- `Backend`: arrays, gradients, recording, execution on several devices.
 
-A method without a body is required; `tests/test_contract.py` checks that both
-backends write it. Every other one is optional: its default works on any
-backend, or raises NotImplementedError. What parity asks of a network besides
-is in `probing`. The registry (`mgpu/backends/__init__.py`) finds the `Backend`
-class as ``BACKEND`` in the backend's module.
+Methods without a body are required; `tests/test_contract.py` checks that both
+backends implement them. Other methods are optional: the default works on any
+backend, or raises NotImplementedError. `probing` has the methods of a network
+that parity needs. The registry (`mgpu/backends/__init__.py`) loads the
+`Backend` class as ``BACKEND`` from the backend's module.
 
-Neutral code may use these directly on native arrays of either backend:
-``+ - * /`` and ``+= -= *= /=`` with arrays and Python floats, ``** p``,
-``-x``, ``abs(x)``, ``x[i:j]`` on axis 0 (a view that writes through),
-``x[:] = v`` (`v` may live on another device), ``x.shape``,
-``x.reshape(shape)`` (a tuple), ``len(x)``. Everything else goes through
-`Ops`; not ``x.clip``, whose bounds MXNet rounds to float32.
+Neutral code may use these on native arrays of either backend: ``+ - * /`` and
+``+= -= *= /=`` with arrays and Python floats, ``** p``, ``-x``, ``abs(x)``,
+``x[i:j]`` on axis 0 (a view), ``x[:] = v`` (`v` may be on another device),
+``x.shape``, ``x.reshape(shape)`` (a tuple), ``len(x)``. Other functions belong
+to `Ops`, also ``clip``, because MXNet rounds the bounds of ``x.clip`` to
+float32.
 """
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -43,13 +43,12 @@ from mgpu.backends.probing import (AVERAGE, Array, AroundUpdate,  # noqa: F401
 from mgpu.utils.files import FilePath
 
 
-# -- the vocabulary -----------------------------------------------------------
+# -- data types ---------------------------------------------------------------
 
 class Device(NamedTuple):
-    """One device: ``Device("gpu", 1)`` is the second GPU.
+    """A device. ``Device("gpu", 1)`` is the second GPU.
 
-    Prints as Gluon prints a context, ``gpu(1)``. Equal devices compare and
-    hash equal, so a device can be a dictionary's key.
+    Its repr is that of a Gluon context, ``gpu(1)``. Devices are hashable.
     """
 
     kind: str               # "cpu" or "gpu"
@@ -59,51 +58,52 @@ class Device(NamedTuple):
         return f"{self.kind}({self.index})"
 
 
-#: values of `Spec.kind`: running statistics, and all without a gradient
+#: values of `Spec.kind` for running statistics, and for all buffers
 STATISTICS = ("running_mean", "running_var")
 BUFFERS = (*STATISTICS, "other")
 
 
 class Spec(NamedTuple):
-    """One parameter or buffer of a network; the same on every device."""
+    """Description of a parameter or buffer of a network, for all devices."""
 
-    name: str               # "layers.0.weight": path and Gluon's own suffix
+    name: str               # "layers.0.weight": path and Gluon's suffix
     kind: str               # weight bias gamma beta running_mean running_var;
-    #                         "unknown": trained, drawn only where the network
-    #                         has no value; "other": not trained, never drawn
-    shape: tuple[int, ...] | None       # None: not known before a forward
+    #                         "unknown": trainable, initialized only if the
+    #                         network has no value; "other": not trainable,
+    #                         never initialized
+    shape: tuple[int, ...] | None       # None: unknown before a forward pass
     dtype: str
     grad_req: str           # write, add, null
-    #: the layer's own initializer, by name or as an object, and its options
+    #: initializer of the layer, by name or as an object, and its options
     init: tuple[Any, dict[str, Any]] | None = None
     lr_mult: float = 1.0
     wd_mult: float = 1.0
-    #: what a gamma or beta that its layer does not learn starts from; where
-    #: one backend's layer keeps it, the other's has none
+    #: initial value of a gamma or beta that is not trainable; only one of the
+    #: backends' layers may have this parameter
     constant: float | None = None
 
 
 class Options(NamedTuple):
-    """How replicas compute; `mgpu.initialize` describes each option."""
+    """Options of replicas, see `mgpu.initialize`."""
 
     hybridize: bool = False
     channels_last: bool = False
     autocast: str | None = None         # "bfloat16", "float16"
-    sync: bool = False          # joint batch statistics of several devices
+    sync: bool = False          # synchronized batch normalization
 
 
 class BatchNormCall(NamedTuple):
-    """What a batch-norm layer is called with, in Gluon's terms."""
+    """Arguments of a batch-norm layer, under Gluon's names."""
 
     x: Array
-    gamma: Array | None         # None: the layer has none, or it is fixed
+    gamma: Array | None         # None: no gamma, or a fixed one
     beta: Array | None
-    running_mean: Array | None          # None: the layer keeps none
-    running_var: Array          # None where running_mean is
+    running_mean: Array | None          # None: no running statistics
+    running_var: Array          # None if running_mean is
     epsilon: float
     momentum: float             # r <- momentum r + (1 - momentum) statistic
     axis: int
-    layer: str                  # its path in the network
+    layer: str                  # path in the network
 
 
 #: ``normalize(call, index)`` computes the output of a batch-norm layer in
@@ -111,60 +111,60 @@ class BatchNormCall(NamedTuple):
 Normalize = Callable[[BatchNormCall, int], Array]
 
 
-#: ``run(thunks)``: the results of thunks, one for each device that runs
+#: ``run(thunks)`` returns the results of thunks, one per active device
 Runner = Callable[[Sequence[Callable[[], Any]]], list[Any]]
 
 
 # -- functions of arrays ------------------------------------------------------
 
 class Ops(Protocol):
-    """Functions of native arrays, differentiable while recording.
+    """Differentiable functions of native arrays.
 
-    Each takes and returns arrays of the backend, on one device, and allocates
-    its result. `axis` counts as in NumPy.
+    The arguments are arrays on one device; the result is a new array there.
+    `axis` is counted as in NumPy.
     """
 
     def abs(self, x: Array) -> Array:
-        """The absolute value, elementwise."""
+        """Absolute value, elementwise."""
 
     def sign(self, x: Array) -> Array:
         """-1, 0 or 1, elementwise."""
 
     def sqrt(self, x: Array) -> Array:
-        """The square root, elementwise."""
+        """Square root, elementwise."""
 
     def exp(self, x: Array) -> Array:
         """``e**x``, elementwise."""
 
     def log(self, x: Array) -> Array:
-        """The natural logarithm, elementwise."""
+        """Natural logarithm, elementwise."""
 
     def maximum(self, x: Array, y: Array | float) -> Array:
-        """The larger of `x` and `y`, elementwise."""
+        """Maximum of `x` and `y`, elementwise."""
 
     def minimum(self, x: Array, y: Array | float) -> Array:
-        """The smaller of `x` and `y`, elementwise."""
+        """Minimum of `x` and `y`, elementwise."""
 
     def relu(self, x: Array) -> Array:
         """``max(x, 0)``, elementwise."""
 
     def log_softmax(self, x: Array, axis: int = -1) -> Array:
-        """The logarithm of the softmax of `x` along `axis`."""
+        """Logarithm of the softmax of `x` along `axis`."""
 
     def pick(self, x: Array, index: Array, axis: int = -1) -> Array:
-        """``x[..., index[...], ...]`` along `axis`, which disappears. `index`
-        has the shape of `x` without `axis`, of any number dtype."""
+        """Pick ``x[..., index[...], ...]`` along `axis`, which is removed.
+        `index` has the shape of `x` without `axis`, and any numeric dtype."""
 
     def sum(self, x: Array, axis: None | int | tuple[int, ...] = None,
             keepdims: bool = False) -> Array:
-        """The sum along `axis`; None: over all elements."""
+        """Sum along `axis`. None: over all elements."""
 
     def mean(self, x: Array, axis: None | int | tuple[int, ...] = None,
              keepdims: bool = False) -> Array:
-        """The mean along `axis`; None: over all elements."""
+        """Mean along `axis`. None: over all elements."""
 
     def dot(self, x: Array, y: Array) -> Array:
-        """The matrix product of (n, k) and (k, m)."""
+        """Matrix product of `x` (n, k) and `y` (k, m)."""
 
     def conv2d(self, x: Array, weight: Array, bias: Array | None = None,
                stride: int = 1, padding: int = 0) -> Array:
@@ -173,38 +173,39 @@ class Ops(Protocol):
 
     def avg_pool2d(self, x: Array, size: int,
                    stride: int | None = None) -> Array:
-        """Mean of `size` x `size` windows; `stride` is `size` if not given."""
+        """Mean of `size` x `size` windows. `stride` defaults to `size`."""
 
     def max_pool2d(self, x: Array, size: int,
                    stride: int | None = None) -> Array:
-        """Maximum of `size` x `size` windows; `stride` as above."""
+        """Maximum of `size` x `size` windows. `stride` defaults to `size`."""
 
     def concat(self, xs: Sequence[Array], axis: int = 0) -> Array:
-        """Join arrays along an axis that they have."""
+        """Concatenate arrays along an existing axis."""
 
     def slice_axis(self, x: Array, axis: int, begin: int, end: int) -> Array:
-        """The elements from `begin` to before `end` along `axis`."""
+        """Slice the elements [`begin`, `end`) along `axis`."""
 
     def flat_view(self, x: Array) -> Array:
-        """`x` as one dimension; writing to it writes to `x`."""
+        """One-dimensional view of `x`."""
 
     def zeros_like(self, x: Array) -> Array:
-        """Zeros on the device of `x`; no gradient."""
+        """Zeros on the device of `x`, without a gradient."""
 
     def from_host(self, values: np.ndarray, like: Array) -> Array:
-        """`values`, of the shape of `like`, in its dtype and on its device;
-        a copy."""
+        """Copy `values` to the device of `like`, in its dtype. The shapes are
+        equal."""
         x = self.zeros_like(like)
         x[...] = values
         return x
 
     def astype(self, x: Array, dtype: str | np.dtype) -> Array:
-        """A copy of `x` with another dtype."""
+        """Copy `x` to another dtype."""
 
     def stop_gradient(self, x: Array) -> Array:
-        """`x` without its history; shares memory where the backend can."""
+        """`x`, detached from the graph. Shares memory if the backend supports
+        it."""
 
-    # optional: a backend's own function may be faster, or more exact
+    # optional: a backend's function may be faster, or more accurate
 
     def sigmoid(self, x: Array) -> Array:
         """``1 / (1 + exp(-x))``."""
@@ -214,28 +215,28 @@ class Ops(Protocol):
         """``log(1 + exp(x))``, without overflow."""
 
     def nll(self, x: Array, index: Array, axis: int = -1) -> Array:
-        """``-pick(x, index, axis)``: the negative log-likelihood of class
-        numbers within range, for log-probabilities `x`."""
+        """``-pick(x, index, axis)``: negative log-likelihood of class numbers
+        `index`, which are in range, for log-probabilities `x`."""
         return -self.pick(x, index, axis)
 
 
-# -- a user's network ---------------------------------------------------------
+# -- networks -----------------------------------------------------------------
 
 
 class Kwargs(dict[str, Any]):
-    """Inputs of a network by the names of its forward's parameters.
+    """Keyword arguments of a network's forward.
 
-    ``replicas[i](Kwargs(input_ids=x, attention_mask=m))`` calls ``net(
-    input_ids=x, attention_mask=m)``, and a batch that is one is cut, entry by
-    entry, as a dict is. In a tuple, as its last entry, it follows inputs
-    without names: ``(x, Kwargs(mask=m))``. Gluon's Blocks take no names: their
-    inputs go by the place that forward (or hybrid_forward) gives each name.
-    What is in it is not copied.
+    ``replicas[i](Kwargs(input_ids=x, attention_mask=m))`` calls
+    ``net(input_ids=x, attention_mask=m)``. A batch may be a `Kwargs`; its
+    entries are split over devices as those of a dict. As the last entry of a
+    tuple, it follows positional inputs: ``(x, Kwargs(mask=m))``. Gluon Blocks
+    do not accept keyword arguments, so mgpu passes them by their position in
+    forward (or hybrid_forward). Entries are not copied.
     """
 
 
 def apart(inputs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs of a network without names, and those with names: of a `Kwargs`
+    """Split inputs into positional and keyword arguments, those of a `Kwargs`
     at the end."""
     if inputs and isinstance(inputs[-1], Kwargs):
         return tuple(inputs[:-1]), dict(inputs[-1])
@@ -243,43 +244,42 @@ def apart(inputs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class OptimizerGroup(NamedTuple):
-    """Some parameters, and how an optimizer object moves them now."""
+    """A parameter group of an optimizer object, with its current options."""
 
-    #: `Spec.name` of each; None: all that the trainer has
+    #: `Spec.name` of each parameter; None: all parameters of the trainer
     names: frozenset[str] | None
-    #: a name of `mgpu.optimizers`, such as "sgd"; None: a formula that mgpu
-    #: does not have
+    #: a name of `mgpu.optimizers`, such as "sgd"; None: mgpu has no such rule
     family: str | None
-    #: under mgpu's names, learning_rate and wd too
+    #: under mgpu's names, including learning_rate and wd
     options: dict[str, Any]
 
 
-#: what an optimizer remembers: by parameter and slot, and updates by parameter
+#: optimizer state: arrays by (parameter, slot), number of updates by parameter
 Memory = tuple[dict[tuple[str, str], np.ndarray], dict[str, int]]
 
 
 class Step(NamedTuple):
-    """One step of an optimizer. Its mappings have `Spec.name` as keys."""
+    """A step of an optimizer. Mappings have `Spec.name` as keys."""
 
-    arrays: Mapping[str, Array]     # what is updated, by its own gradients
-    #: what the rate and the weight decay are multiplied by
+    arrays: Mapping[str, Array]     # parameters to update
+    #: multipliers of the learning rate and the weight decay
     factors: Mapping[str, tuple[float, float]]
-    counts: Mapping[str, int]       # updates of each, this one included
-    number: int                     # of this step, from 1
-    scale: float                    # what gradients are multiplied by
-    loss_scale: float               # and divided by
+    counts: Mapping[str, int]       # updates of each, including this one
+    number: int                     # number of this step, from 1
+    scale: float                    # multiplier of gradients
+    loss_scale: float               # divisor of gradients
 
 
 class OptimizerObject(Protocol):
-    """An optimizer of a framework, or of mgpu, which a `Trainer` steps.
+    """An optimizer of a framework, or of mgpu, that a `Trainer` steps.
 
-    Its options, its memory and its schedule are its own. Programs and
-    schedules may change them at any time."""
+    It owns its options, state and schedule. User code and schedules may
+    change them at any time."""
 
     object: Any
-    #: whose formulas
+    #: framework whose update formulas it uses
     semantics: str
-    #: what the gradients are multiplied by, besides the division by the batch
+    #: multiplier of gradients, besides the division by the batch size
     scale: float = 1.0
     #: whether `schedule` may be set
     takes_schedule: bool = True
@@ -289,121 +289,123 @@ class OptimizerObject(Protocol):
     def __init__(self, x: Any) -> None:
         self.object = x
 
-    #: ``rate = schedule(number of the update)``, where it has one
+    #: ``rate = schedule(number of the update)``, if any
     schedule: Callable[[int], float] | None = None
 
     @property
     def learning_rate(self) -> float:
-        """Of the first group, without a schedule."""
+        """Learning rate of the first group, without a schedule."""
 
     def set_learning_rate(self, rate: float) -> None:
-        """ValueError for groups with different rates."""
+        """Set the learning rate of all groups. Raises ValueError if their
+        learning rates differ."""
 
     def names(self) -> frozenset[str] | None:
-        """The network's parameters that it moves now; None: all that the
-        trainer has."""
+        """Names of the network's parameters that it updates. None: all
+        parameters of the trainer."""
         return None
 
     def others(self) -> list[Array]:
-        """What it moves besides: the parameters of a loss, for example."""
+        """Other parameters that it updates, for example of a loss."""
         return []
 
     def gradients_of_others(self) -> list[Array]:
-        """Of each of `others`; zeros where there was none."""
+        """Gradients of `others`; zeros for missing ones."""
         return []
 
     def step(self, step: Step) -> None:
-        """Update the arrays of `step`. Gradients stay as they are; those of
-        `others` are cleared."""
+        """Update the arrays of `step`. Their gradients are unchanged; those
+        of `others` are cleared."""
 
     def count(self, number: int) -> int:
-        """The number of updates behind step `number`."""
+        """Number of updates after step `number`."""
         return number
 
     def groups(self) -> list[OptimizerGroup]:
-        """Its groups with the options that they have now."""
+        """Parameter groups with their current options."""
 
     def memory(self) -> Memory:
-        """Copies. Slots are those of `mgpu.optimizers` where mgpu has the
-        formula."""
+        """Copy of the optimizer state. Slots are named as in
+        `mgpu.optimizers` if mgpu has the rule."""
 
     def load(self, memory: Memory, arrays: Mapping[str, Array]) -> None:
-        """Put `memory` back."""
+        """Restore the state returned by `memory`."""
 
     def export(self) -> list[dict[str, Any]] | None:
-        """For each group its names and all its options, as JSON has them;
-        None where the rate is all that states hold."""
+        """Names and options of each group, serializable as JSON. None: only
+        the learning rate is saved."""
         return None
 
     def fit(self, saved: Sequence[Mapping[str, Any]] | None, rate: float
             ) -> Callable[[], None]:
-        """A function that puts `export` back (None: the rate of the first
-        group is all that is known). ValueError for other groups."""
+        """Return a function that restores the result of `export`; None: only
+        the learning `rate` of the first group. Raises ValueError if the
+        groups differ."""
         return partial(self.set_learning_rate, rate)
 
 
 class GivenInitializer(Protocol):
-    """An initializer of a framework's own, of a class that mgpu does not
-    know."""
+    """A framework's initializer of a class that mgpu does not implement."""
 
-    #: what it is, in words
+    #: description for messages
     text: str
 
     def draw(self, name: str, shape: tuple[int, ...],
              rng: np.random.Generator) -> np.ndarray:
-        """The values of the parameter `name`, a function of these and of
-        what `rng` gives only."""
+        """Initial values of the parameter `name`. They depend on the
+        arguments only."""
 
 
 class Given(Protocol):
-    """What objects of a framework's own are in mgpu's terms. Each method
-    returns None for an object of another kind, and refuses by name one of its
-    kind that has no counterpart. See `mgpu.backends.given`."""
+    """Converts objects of a framework to mgpu's.
+
+    The methods return None for an object of another kind, and raise an error
+    with its name for an object without a counterpart. See
+    `mgpu.backends.given`."""
 
     def optimizer(self, x: Any, network: "Network"
                   ) -> OptimizerObject | None:
-        """An optimizer, for a trainer of `network`."""
+        """Convert an optimizer, for a trainer of `network`."""
 
     def initializer(self, x: Any) -> GivenInitializer | list[
             tuple[re.Pattern[str], Any]] | None:
-        """What draws weights: the `init` of `mgpu.initialize`; where names
-        decide, those initializers with the patterns of the names."""
+        """Convert an initializer, for `init` of `mgpu.initialize`. One that
+        depends on names becomes a list of (pattern, initializer)."""
 
 
 class Network(Probe, Protocol):
-    """The user's own network, made ready to live on several devices."""
+    """A network of the framework, prepared for several devices."""
 
     backend: "Backend"
     net: Any
 
     def specs(self) -> list[Spec]:
-        """Parameters first, in the order of the layers, then buffers; one
-        entry for a parameter that several layers share."""
+        """Parameters in the order of the layers, then buffers. Shared
+        parameters have one entry."""
 
     def grad_req(self, number: int) -> str:
-        """`Spec.grad_req` of one entry as it is now; cheap."""
+        """Current `Spec.grad_req` of an entry. Faster than `specs`."""
 
     def names_of(self, parameters: Sequence[Any]) -> list[str | None]:
-        """`Spec.name` of each of the framework's own parameters; None for
-        one that is not of this network."""
+        """`Spec.name` of each parameter object of the framework; None for a
+        parameter of another network."""
 
     def multipliers(self, number: int) -> tuple[float, float]:
-        """What the framework's own object multiplies the learning rate and
-        the weight decay of one entry by, as it is now."""
+        """Current lr_mult and wd_mult of the framework's parameter."""
         return 1.0, 1.0
 
     def hybridize(self, active: bool, devices: Sequence[Device]) -> None:
-        """Compile the passes to come, or no longer; raises as `prepare`."""
+        """Turn compilation on or off. Raises the errors of `prepare`."""
 
-    # the framework's own names
+    # the framework's names
 
     def own_names(self) -> list[str]:
-        """What the framework calls each entry of `specs`."""
+        """The framework's name of each entry of `specs`."""
         return [spec.name for spec in self.specs()]
 
     def state(self) -> dict[str, Any]:
-        """All values by the framework's own names, as its own files have
-        them; no copies."""
+        """Parameters and buffers by the framework's names, as in its files.
+        Not copies."""
         names = self.own_names()
         found = {name: self.array(i) for i, name in enumerate(names)}
         for name, *others in self.aliases().values():
@@ -412,10 +414,11 @@ class Network(Probe, Protocol):
 
     def load_state(self, values: Mapping[str, Any], strict: bool
                    ) -> tuple[list[str], list[str]]:
-        """Write what `state` of a network gave; return the names that miss,
-        and those that are unknown. RuntimeError, which lists them all, for
-        other shapes and, with `strict`, for such names; arrays are as before
-        then."""
+        """Copy the values of a `state` into the network.
+
+        Returns missing and unexpected names. Raises RuntimeError for
+        different shapes and, with `strict`, for missing or unexpected names;
+        no array has changed."""
         own = self.state()
         missing = [name for name in own if name not in values]
         unknown = [name for name in values if name not in own]
@@ -424,11 +427,11 @@ class Network(Probe, Protocol):
                  and getattr(x, "shape", None) != own[name].shape]
         if wrong or strict and (missing or unknown):
             raise RuntimeError(
-                "a state_dict is that of a network with the same layers; "
+                "a state_dict must be that of a network with the same layers; "
                 f"received other shapes of {wrong}, unknown {unknown}, and "
-                f"none of {missing}. Use what state_dict of such a network "
-                "gave, or strict=False for names.")
-        # Copies first: these may be the network's own arrays.
+                f"none of {missing}. Use the state_dict of such a network, or "
+                "strict=False to ignore names.")
+        # Copy first: the values may be the network's arrays.
         copies = {name: self.backend.put(x, own[name])
                   for name, x in values.items() if name in own}
         aliases = self.aliases()
@@ -440,188 +443,186 @@ class Network(Probe, Protocol):
         return missing, unknown
 
     def set_mode(self, training: bool) -> None:
-        """Set the network's own flags: whether its layers train inside
+        """Set the training flags of the layers. They apply inside
         ``scope(training=True)``."""
         if not training:
             raise messages.not_supported(
-                self.backend.name, "eval mode of a network's own", "layers "
+                self.backend.name, "eval mode of a network", "layers "
                 "predict outside of mgpu.record() and in "
                 "mgpu.record(train_mode=False).")
 
     def inputs(self) -> Sequence[inspect.Parameter]:
-        """The parameters of the network's forward, without self."""
+        """The parameters of forward, without self."""
         try:
             return [*inspect.signature(self.net.forward).parameters.values()]
-        except (TypeError, ValueError):     # written in C
+        except (TypeError, ValueError):     # implemented in C
             return [inspect.Parameter("inputs",
                                       inspect.Parameter.VAR_POSITIONAL)]
 
     def gluon_names(self) -> dict[str, str]:
-        """For a network of `Backend.from_gluon`: by `Spec.name`, the name in
-        Gluon's graph. TypeError for another network."""
+        """Names in Gluon's graph by `Spec.name`, for a network of
+        `Backend.from_gluon`. Raises TypeError for other networks."""
 
     def set_grad_req(self, number: int, grad_req: str) -> None:
-        """Freeze or unfreeze one entry."""
+        """Freeze or unfreeze an entry."""
 
     def extra_names(self) -> list[str]:
-        """Which of its layers have a state besides arrays: see
-        `extra_states`."""
+        """Names of layers with extra state, see `extra_states`."""
         return []
 
     def extra_states(self) -> dict[str, Any]:
-        """By name, what layers give of themselves to be saved, besides the
-        arrays of `specs`. ValueError for what they could not take back."""
+        """State of layers to save besides the arrays of `specs`, by name.
+        Raises ValueError for a state that cannot be restored."""
         return {}
 
     def set_extra_states(self, states: Mapping[str, Any]) -> None:
-        """Give it back to the layers."""
+        """Restore the state returned by `extra_states`."""
         return
 
     def predicts(self) -> bool:
-        """Whether a pass that is to train predicts instead, since the user
-        has said so to the network. ValueError where that is not clear."""
+        """Whether the user has put the network in eval mode, so that training
+        passes predict. Raises ValueError if the layers' modes differ."""
         return False
 
     def devices(self) -> list[Any]:
-        """Native handles of the devices that the network is on now."""
+        """Native handles of the devices of the network."""
 
     def predictors(self, devices: Sequence[Device]
                    ) -> Sequence[Callable[..., Any]]:
-        """For a network that did not come from `initialize`: one function
-        per device that predicts there, safe to call at the same time."""
+        """Prediction functions, one per device, for a network without
+        `initialize`. They may run concurrently."""
 
     def cast(self, dtype: str) -> None:
-        """Change the dtype of all floating parameters and buffers."""
+        """Cast all floating-point parameters and buffers to `dtype`."""
 
     def infer_shapes(self, inputs: tuple[Array, ...], device: Device) -> None:
-        """Complete deferred (lazy) shapes by one prediction-mode forward
-        pass on `device`, of inputs as `apart` takes them; afterwards no
-        `Spec.shape` is None. Values that are there stay, and what the
-        framework was told to draw, it draws. After an error the network is as
-        it was before."""
+        """Complete deferred (lazy) shapes with one forward pass in prediction
+        mode on `device`.
+
+        `inputs` are those of `apart`. Afterwards no `Spec.shape` is None.
+        Existing values are kept; the framework initializes entries with an
+        initializer of the framework. After an error the network is
+        unchanged."""
 
     def give_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Entries of unknown shapes that are named have these now: values of
-        such shapes come from a file. ValueError for one that cannot be, and
-        nothing has changed. By default they stay unknown until a pass."""
+        """Set unknown shapes, by name, for values from a file. Raises
+        ValueError for an impossible shape; nothing has changed. By default,
+        shapes stay unknown until a pass."""
         return
 
     def values(self) -> dict[str, np.ndarray] | None:
-        """The network's own values, by name, or None if it has none yet."""
+        """The network's values by name, or None if it has no values."""
 
     def missing(self) -> set[str]:
-        """Names of the entries that have no value, and that get none from
-        the framework when their shapes are completed."""
+        """Names of entries without a value that the framework does not
+        initialize when their shapes are completed."""
 
     def shares(self, other: Any) -> list[str]:
-        """Names of the parameters that are also the network `other`'s."""
+        """Names of parameters shared with the network `other`."""
 
     def defer(self, devices: Sequence[Device],
               draws: dict[int, Callable[[tuple[int, ...]], np.ndarray]]
               ) -> bool:
-        """Shapes are unknown: let the framework take ``draws[number](shape)``
-        as the value of an entry as soon as it knows the shape, in a native
-        call too. What is loaded before stays.
+        """For unknown shapes: set an entry to ``draws[number](shape)`` once
+        the framework has its shape, also in a native call. Values loaded
+        before are kept.
 
-        Returns whether it does; by default no, and the values are written
-        after `place`."""
+        Returns whether the backend supports this. By default it does not, and
+        the values are written after `place`."""
 
     # on several devices
 
     def place(self, devices: Sequence[Device]) -> None:
-        """Move the network to the first of `devices`, and let `run` run it on
-        all of them. Shapes are known. Values stay; an entry without one is
-        undefined until it is written through `array`. Gradients are attached
-        as `specs` say."""
+        """Move the network to the first of `devices`, and prepare `run` for
+        all of them. Shapes are known. Values are kept; an entry without a
+        value is undefined until it is written through `array`. Gradients are
+        attached as in `specs`."""
 
     def array(self, number: int) -> Array:
-        """The network's own parameter or buffer `number`, counted as in
-        `specs`; not a copy."""
+        """The network's parameter or buffer `number`, in the order of
+        `specs`. Not a copy."""
 
     def arrays(self, number: int) -> list[Array]:
-        """`array`, then each other device's copy.
+        """`array`, then the copies of the other devices.
 
-        A copy has the network's value; of a running statistic, the device's
-        own. The next pass overwrites what is written to a copy."""
+        Copies have the value of the network; those of running statistics, a
+        value for each device. The next pass overwrites copies."""
 
     def write_statistics(self, number: int, values: Sequence[Array]) -> None:
-        """Running statistics: ``values[0]`` is written to the network, and
-        ``values[i]`` is device i's own from now on."""
+        """Write running statistics: ``values[0]`` to the network,
+        ``values[i]`` to device i."""
 
     def written(self, number: int) -> None:
-        """Somebody has written to `array`: all devices follow it again."""
+        """Report that `array` was written. All devices copy its value."""
 
     def run(self, calls: Mapping[int, Call], batch: Batch) -> dict[int, Any]:
-        """Call the network on several devices at the same time.
+        """Call the network on several devices in parallel.
 
-        Layers train inside ``scope(training=True)`` and predict otherwise;
-        without ``scope(recording=True)`` nothing is recorded. In a recorded
-        pass that trains, each device moves its own running statistics; a
-        device without a call follows the network, and so do all devices in
-        prediction. If device 0 has no call, the network's buffers are those
-        of the first that has one.
+        Layers train inside ``scope(training=True)`` and predict otherwise.
+        Gradients are recorded inside ``scope(recording=True)``. In a recorded
+        training pass, each device updates its running statistics; a device
+        without a call, and all devices in prediction, copy those of the
+        network. The network has the buffers of the first device with a call.
 
         Parameters
         ----------
         calls : mapping of int -> (args, kwargs)
-            The arguments for each device that has examples.
+            Arguments for each device that has examples.
         batch : Batch
-            What the calls are parts of.
+            The batch that the calls are parts of.
 
         Returns
         -------
         dict
-            What forward returns on each device, connected with the network's
-            own parameters.
+            Results of forward on each device. Gradients flow to the network's
+            parameters.
 
         Raises
         ------
         ValueError
-            `messages.wrong_device`: an array that is known to lie elsewhere.
+            `messages.wrong_device`: an array is on another device.
         TypeError
             `messages.refuse_foreign`: an array of the other framework.
         """
 
     def probe(self, call: Call, device: int) -> Probed | None:
-        """Call the network on one device without gradients, and leave nothing
-        behind in it or in random streams. None where forward raises."""
+        """Call the network on one device without gradients and without side
+        effects on the network and on random streams. None if forward
+        raises."""
 
-    # optional: ways to compute (`Options`)
+    # optional: execution modes (`Options`)
 
     def check(self, dtype: str | None, devices: Sequence[Device]) -> None:
-        """Refuse a network that would be trained wrongly on `devices`, cast
-        to `dtype` (None: as it is). ValueError; nothing has changed then."""
+        """Raise ValueError if training on `devices` is not supported, cast to
+        `dtype` (None: uncast). Nothing has changed."""
 
     def prepare(self, options: Options, devices: Sequence[Device]) -> None:
-        """Announce that `place` is to put the network on `devices` with
-        `options`.
+        """Set the options of the following `place` on `devices`.
 
-        ``hybridize``: passes run as compiled code, with the meaning of the
-        network's layers: the same streams of dropout masks, the same running
-        statistics. The first training pass and the first prediction pass are
-        compiled for each shape of inputs, one at a time. Inside
-        `watch_layers`, `use_masks` and `Backend.strict` the
-        network runs layer by layer. ``channels_last``: 4-d parameters and
-        inputs keep their values and lie in memory with the channels last,
-        where the backend has such an order. ``autocast``: passes run with that
-        dtype where the backend holds it to be safe; parameters, gradients and
-        running statistics keep theirs, and outputs are float32.
+        ``hybridize``: compile the passes, with the same streams of dropout
+        masks and the same running statistics. The first training pass and the
+        first prediction pass are compiled for each shape of inputs, one at a
+        time. Inside `watch_layers`, `use_masks` and `Backend.strict` the
+        network runs layer by layer. ``channels_last``: store 4-d parameters
+        and inputs with the channels last in memory, if the backend supports
+        it. ``autocast``: run passes in that dtype where the backend considers
+        it safe; parameters, gradients and running statistics keep their
+        dtype, and outputs are float32.
 
         Raises
         ------
         ValueError
-            The backend cannot run this network so.
+            The backend does not support the options for this network.
         RuntimeError
-            It lacks a compiler.
+            No compiler is available.
         """
 
     def autocast(self, devices: Sequence[Device]) -> ContextManager:
-        """Inside the block this thread, and what `parallel` runs for it,
-        computes with the dtype of `Options.autocast`. Without that option
-        nothing changes."""
+        """Context manager in which this thread, and `parallel` called by it,
+        computes in the dtype of `Options.autocast`, if set."""
         return nullcontext()
 
-    # optional: a look at single layers, for joint batch norm and parity
+    # optional: access to layers, for synchronized batch norm and parity
 
 
     def aliases(self) -> dict[str, list[str]]:
@@ -630,21 +631,21 @@ class Network(Probe, Protocol):
 
     def use_batch_norm(self, normalize: Normalize, run: Runner
                        ) -> ContextManager:
-        """Inside the block, `Network.run` in training computes every
-        batch-norm layer by `normalize`, and calls the devices' passes by
+        """Context manager in which training passes of `Network.run` compute
+        batch-norm layers with `normalize`, and run the devices' passes with
         `run`, in which they may wait for each other.
 
         Raises
         ------
         ValueError
-            The network is compiled (hybridized), so that its layers cannot
-            be reached.
+            The network is compiled (hybridized), so its layers are not
+            accessible.
         """
 
 
 def forward_call(function: Callable[..., Any], inputs: Sequence[Any]
                  ) -> Callable[[], Any]:
-    """`function` of these inputs, as `apart` takes them."""
+    """Bind `function` to the inputs of `apart`."""
     args, kwargs = apart(inputs)
     return partial(function, *args, **kwargs)
 
@@ -652,95 +653,95 @@ def forward_call(function: Callable[..., Any], inputs: Sequence[Any]
 # -- the backend --------------------------------------------------------------
 
 class Backend(Protocol):
-    """A backend; the docstrings of the methods are the contract."""
+    """Interface of a backend. The docstrings of the methods specify it."""
 
     #: canonical name: "mxnet" or "torch"
     name: ClassVar[str]
-    #: the `Spec.grad_req` with which arrays do what they do without mgpu
+    #: the `Spec.grad_req` of the framework without mgpu
     plain_request: ClassVar[str] = "write"
-    #: whose layers its networks are made of, and whose defaults those layers
-    #: have: "gluon" or "torch"
+    #: the framework whose layers and defaults its networks have: "gluon" or
+    #: "torch"
     semantics: ClassVar[str]
-    #: what to set so that late errors come where their work is queued
+    #: setting with which asynchronous errors are raised where work is queued
     finds_failed: ClassVar[str] = "a run on one device"
     #: version of the framework, for `mgpu doctor` and reports
     version: ClassVar[str]
     ops: Ops
-    #: what a `BatchSplit` needs: a class with the functions of
-    #: `mgpu.data.examples.Arrays`
+    #: class with the functions of `mgpu.data.examples.Arrays`
     batch_arrays: ClassVar[Any]
 
     # devices and arrays
 
     def num_gpus(self) -> int:
-        """GPUs visible now (logical ones on torch: ``MGPU_LOGICAL_GPUS``)."""
+        """Number of visible GPUs; logical ones on torch, with
+        ``MGPU_LOGICAL_GPUS``."""
 
     def handle(self, device: Device) -> Any:
-        """The framework's own device that `device` stands for."""
+        """The framework's device object for `device`."""
 
     def put(self, x: Any, where: Device | Array, *,
             dtype: str | None = None) -> Array:
-        """A fresh copy of `x` on a device.
+        """Copy `x` to a device.
 
-        Always a copy, also on the device where `x` is already; dtype kept
-        unless `dtype` is given (integers and float64 too); differentiable
-        while recording, so that a gradient flows back to the device of `x`.
+        The result is always a copy. Differentiable: gradients flow back to
+        the device of `x`.
 
         Parameters
         ----------
         x : native array, NumPy array, or numbers
-        where : Device, or a native array whose device is meant
+        where : Device, or a native array on that device
+        dtype : str, optional
+            Default: the dtype of `x`, including integers and float64.
 
         Raises
         ------
         TypeError
-            `x` is an array of the other framework: nothing is converted
-            silently.
+            `x` is an array of the other framework, which is not converted
+            implicitly.
         """
 
     def to_numpy(self, x: Array) -> np.ndarray:
-        """A fresh copy on the host; waits for pending work on `x` and raises
-        the errors of that work."""
+        """Copy `x` to the host. Blocks until pending work on `x` is done, and
+        raises its errors."""
 
     def is_native(self, x: Any) -> bool:
         """Whether `x` is an array of this backend."""
 
     def synchronize(self, devices: Sequence[Device]) -> None:
-        """Return when all work queued on all of `devices` is done."""
+        """Block until all work queued on `devices` is done."""
 
     # gradients
 
     def attach_grad(self, x: Array, grad_req: str = "write") -> None:
-        """Make `x` a leaf whose gradient `backward` writes ("write"), adds
-        to ("add") or does not touch ("null"). The gradient starts as zeros."""
+        """Make `x` a leaf whose gradient `backward` overwrites ("write"),
+        accumulates ("add") or ignores ("null"). Initially zeros."""
 
     def grad(self, x: Array) -> Array:
-        """The gradient of a leaf, itself, not a copy; zeros before the first
-        `backward`. ValueError if no gradient is attached."""
+        """The gradient of a leaf; not a copy. Zeros before the first
+        `backward`. Raises ValueError if no gradient is attached."""
 
     def is_fresh(self, x: Array) -> bool:
         """Whether a backward pass has written the gradient of the leaf `x`
         since `mark_used`."""
 
     def mark_used(self, x: Array, used: bool = True) -> None:
-        """The gradient of `x` has been applied: it is stale from now on. Not
-        `used`: as if a backward pass had written it."""
+        """Mark the gradient of `x` as stale, because it was applied. Not
+        `used`: mark it as fresh."""
 
     def has_gradient(self, x: Array) -> bool:
-        """Whether the gradient of the leaf `x`, which a backward pass or
-        `grad` has made, is still there. One that the user has taken away
-        (``p.grad = None`` in torch) is not applied."""
+        """Whether the leaf `x` has the gradient of a backward pass or of
+        `grad`. A gradient that the user has deleted (``p.grad = None`` in
+        torch) is not applied."""
         return True
 
     def scope(self, recording: bool | None = None,
               training: bool | None = None) -> ContextManager:
-        """Record for `backward`, or not; run layers in training mode, or
-        not. None leaves a flag as it is.
+        """Context manager that sets recording for `backward` and the training
+        mode of layers. None: unchanged.
 
-        The earlier state comes back at the end of the block, also after an
-        error, and also where Ctrl-C kept a scope inside it from restoring its
-        own. The scope belongs to the calling thread and to what `parallel`
-        runs for it.
+        The flags are restored at the end of the block, also after errors and
+        Ctrl-C. They apply to the calling thread and to `parallel` called by
+        it.
         """
 
     def is_recording(self) -> bool:
@@ -750,83 +751,87 @@ class Backend(Protocol):
         """Whether layers run in training mode in this thread."""
 
     def backward(self, losses: Sequence[Array]) -> None:
-        """Sum each loss over its elements, and write the gradients of all
-        leaves that any loss depends on: overwrite them where their grad_req
-        is "write", add to them where it is "add".
+        """Compute the gradients of the sum of all elements of `losses`.
 
-        One backward pass for all losses. It may return before the work is
-        done (MXNet).
+        Gradients of leaves are overwritten if their grad_req is "write", and
+        accumulated if it is "add". There is one backward pass for all losses.
+        It may return before the work is done (MXNet).
         """
 
     def mean_on(self, loss: Array) -> Any:
-        """The device whose outputs a recorded loss is the mean of: its last
-        operation is ``mean()``, or a loss function with
-        ``reduction="mean"``. None for other losses: where another operation
-        follows, such as a division, or outputs of all devices are joined."""
+        """The device whose outputs a recorded loss averages.
 
-    # work on several devices
+        The last operation of the loss is ``mean()``, or a loss function with
+        ``reduction="mean"``. None for other losses, for example if a division
+        follows, or if outputs of several devices are joined."""
+
+    # execution on several devices
 
     def parallel(self, thunks: Sequence[Callable[[], Any]], *,
                  rendezvous: bool = False) -> list[Any]:
-        """Call all `thunks` (functions without arguments), number i for
-        device i, at the same time; return their results, in order.
+        """Call `thunks` (functions without arguments) in parallel, number i
+        for device i, and return their results in order.
 
-        Waits until every one has returned; then the first exception, by
-        number, is raised. `rendezvous=True` promises that the thunks may wait
-        for each other. Context variables, recording and training flags, and
-        the framework's own per-thread modes are those of the caller. Inside a
-        thunk, another `parallel` runs one thunk after the other.
+        Blocks until all have returned, then raises the exception of the first
+        one, by number, that failed. With `rendezvous=True` the thunks may
+        wait for each other. Thunks have the context variables, the recording
+        and training flags, and the thread-local modes of the caller. A nested
+        `parallel` runs its thunks sequentially.
         """
 
     def seed(self, seed: int) -> None:
-        """Restart the backend's random streams (dropout masks): one for each
-        device, from (seed, device)."""
+        """Seed the backend's random streams (dropout masks), one for each
+        device, with (seed, device)."""
 
-    # optional: several processes
+    # optional: distributed training
 
     def number_devices(self, first: int) -> None:   # noqa: B027
-        """The devices of this process have the numbers from `first` among
-        those of all processes: random streams go by it. Where the number is
-        another one than before, they start again."""
+        """Number the devices of this process from `first` among those of all
+        processes. Random streams depend on the number; they restart if it
+        changes."""
 
     def data_parallel(self, net: Any, devices: Sequence[Device], split: Any,
                       remake: Callable[[Any], Any],
                       synchronize: Callable[[Sequence[int]], Any] | None
                       ) -> Any:
-        """`mgpu.DataParallel`. `split` is its `BatchSplit`; ``remake(net)``
-        makes the same of another network, and can be pickled.
-        ``synchronize(active)`` begins a pass with joint batch statistics, and
-        returns a `SyncBatchNorm` and the function that runs the devices'
-        thunks."""
+        """Create a `mgpu.DataParallel`.
+
+        `split` is its `BatchSplit`. ``remake(net)`` wraps another network
+        with the same options, and can be pickled. ``synchronize(active)``
+        starts a pass with synchronized batch statistics, and returns a
+        `SyncBatchNorm` and a function that runs the devices' thunks."""
 
     def through(self, x: Array, forth: Callable[[np.ndarray], np.ndarray],
                 back: Callable[[np.ndarray | None], np.ndarray | None],
                 after: Any = None) -> tuple[Array, Any]:
-        """``forth`` of `x`, whose gradient is ``back`` of that of the result;
-        and what the next call of the pass is to be given as `after`.
+        """Apply `forth` to `x`, with `back` applied to the gradient.
 
-        Both get a copy on the host and return one of its shape, and may wait
-        for other processes; `forth` is called at once. A backward pass calls
-        one `back` at a time, in whatever thread. The order depends on what
-        the loss is computed of, and neither on the number of devices nor on
-        time. Where the loss does not depend on a result, its `back` is not
-        called; or it gets None, and may return None. `back` raises nothing.
+        Returns the result, and the `after` of the next call in the pass. Both
+        functions receive a host copy and return an array of its shape; they
+        may wait for other processes. `forth` is called immediately. A
+        backward pass calls one `back` at a time, in any thread. The order
+        depends only on the computation of the loss, not on the number of
+        devices or on timing. If the loss does not depend on the result,
+        `back` is not called, or receives None and may return None. `back`
+        does not raise.
         """
 
-    # optional: bits that depend on no history
+    # optional: reproducible gradients
 
     def fan_out(self, x: Array, count: int) -> list[Array]:
-        """`x`, `count` times. Gradients of all are added in their order, in
-        whatever order threads have recorded what follows."""
+        """`count` references to `x`. Their gradients are added in order,
+        independent of the order in which threads record."""
         return [x] * count
 
-    # optional: when running statistics move
+    # optional: update of running statistics
 
     def move_statistics(self, call: BatchNormCall, mean: Array, var: Array,
                         through: Array) -> Array:
-        """Let the running statistics of `call` take in `mean` and `var`: at
-        once, or when a gradient passes what is returned, which equals
-        `through`. As the framework's own layer does. While recording."""
+        """Update the running statistics of `call` with `mean` and `var`.
+
+        As in the framework's layer, the update takes place immediately, or
+        when a gradient passes the result, which equals `through`. Called
+        while recording."""
         moved: list[tuple[Any, Array]] = [(call.running_mean, mean),
                                           (call.running_var, var)]
         with self.scope(recording=False):
@@ -838,44 +843,46 @@ class Backend(Protocol):
 
     def once(self, known: dict[Any, Any], key: Any, part: Array,
              compute: Callable[[], tuple[int, Array]]) -> tuple[int, Array]:
-        """``compute()``, of `part` and of other devices'. In a backward pass
-        that computes a forward pass again: what was computed then, which
-        `known` keeps by `key`."""
+        """Return ``compute()``, a function of `part` and of other devices'
+        parts; in a recomputed forward pass, the result stored in `known` under
+        `key`."""
         return compute()
 
     def full_precision(self) -> ContextManager:
-        """Inside the block, float32 is that on every device: no fewer bits
-        are multiplied."""
+        """Context manager in which float32 is not reduced in precision (TF32)
+        on any device."""
         return nullcontext()
 
     # optional: random streams in a checkpoint
 
     def export_streams(self) -> dict[str, np.ndarray]:
-        """The random streams as arrays by name. A run that goes on from here
-        draws what another one draws after `fit_streams`. A backend that
-        cannot read its streams starts new ones here, from a seed that the
-        ones before determine."""
+        """State of the random streams, as arrays by name.
+
+        The following random numbers are those after `fit_streams` of this
+        state. A backend that cannot read its streams starts new ones, from a
+        seed that the old ones determine."""
 
     def draws(self, thunk: Callable[[], Any], devices: Sequence[Device]
               ) -> tuple[Any, bool]:
-        """What `thunk` returns, and whether it has taken numbers from the
-        streams that `export_streams` has, on these devices, or has set one.
-        A backend that cannot read its streams starts new ones here."""
+        """Call `thunk`. Returns its result, and whether it has used or set
+        the streams of `export_streams` on these devices. A backend that
+        cannot read its streams starts new ones."""
 
     def fit_streams(self, streams: Mapping[str, np.ndarray]
                     ) -> Callable[[], None]:
-        """A function that puts `export_streams` back and raises nothing. An
-        Exception, with nothing changed, for other arrays."""
+        """Return a function that restores the result of `export_streams` and
+        does not raise. Raises an Exception for invalid arrays; nothing has
+        changed."""
 
     def kept_streams(self) -> Callable[[], None]:
-        """A function that puts the random streams of this process, NumPy's
-        and Python's global ones too, back as they are now. Those of a backend
-        that cannot read them stay."""
-        engine = self._kept_streams()
+        """Return a function that restores the current random streams of this
+        process, including the global ones of NumPy and Python. A backend that
+        cannot read its streams does not restore them."""
+        restore = self._kept_streams()
         numpy, python = np.random.get_state(), random.getstate()
 
         def put_back() -> None:
-            engine()
+            restore()
             random.setstate(python)
             np.random.set_state(numpy)
         return put_back
@@ -884,37 +891,40 @@ class Backend(Protocol):
         return lambda: None
 
     def drawing(self, stop: Sequence[Any]) -> Callable[[], ContextManager]:
-        """For a thread that draws data: a function that makes a block for
-        each batch. In it, code of the user's draws from the framework's own
-        streams the same numbers in every run, whatever networks draw
-        meanwhile. It may wait for replicas; once `stop` holds something,
-        with an InterruptedError instead."""
+        """For a data-loading thread: a function that returns a context
+        manager for each batch.
+
+        In it, user code draws the same numbers from the framework's streams
+        in every run, independent of networks that run concurrently. Entering
+        may wait for replicas; it raises InterruptedError once `stop` is not
+        empty."""
 
     def device_threads(self) -> ContextManager:
-        """A block in which an operation of this thread uses as many cores as
-        one of several CPU devices does."""
+        """Context manager in which an operation of this thread uses as many
+        cores as one of several CPU devices."""
         return nullcontext()
 
     def aside(self) -> ContextManager:
-        """A block in which such a thread waits for other threads, which may
-        draw, or run replicas, until it ends."""
+        """Context manager in which such a thread waits for others, which may
+        draw random numbers or run replicas."""
         return nullcontext()
 
     # networks
 
     def network(self, net: Any) -> Network:
-        """Wrap a `gluon.Block` or a `torch.nn.Module`; TypeError for
-        anything else."""
+        """Wrap a `gluon.Block` or a `torch.nn.Module`. Raises TypeError for
+        other types."""
 
-    # optional: what a loss keeps
+    # optional: state of a loss
 
     def parts(self, x: Any) -> list[tuple[str, Any]] | None:
-        """The layers and arrays right in `x`, a network or a layer, by name;
-        None for anything else."""
+        """The direct children and arrays of `x`, a network or a layer, by
+        name. None for other types."""
 
     def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
-        """Call `thunk` and return its result. Ctrl-C and SIGTERM wait for its
-        end, if the program handles them; a second one does not."""
+        """Call `thunk` and return its result. SIGINT (Ctrl-C) and SIGTERM, if
+        handled by the program, are deferred until it returns; a second one is
+        not."""
         if self._waits or threading.current_thread() \
                 is not threading.main_thread():
             return thunk()
@@ -940,122 +950,124 @@ class Backend(Protocol):
                 number, frame = waiting[0]
                 before[number](number, frame)
 
-    #: whether signals wait
+    #: whether signals are deferred
     _waits: bool = False
 
-    # optional: threads that the user starts, and data for GPUs
+    # optional: threads of the user, and data for GPUs
 
     def carry(self) -> Callable[[], ContextManager]:
-        """A function that makes a context manager, which gives another thread
-        the modes of the calling one: recording, training, MXNet's NumPy mode;
-        all that is not in context variables."""
+        """Capture the thread-local modes of the calling thread (recording,
+        training, MXNet's NumPy mode). Returns a function that returns a
+        context manager, which sets them in another thread."""
 
     def pinner(self, devices: Sequence[Device]) -> Callable[[Any], Any] | None:
-        """A function of one array that copies host data to page-locked
-        (pinned) memory, so that a `put` on `devices` does not block.
+        """A function that copies an array to page-locked (pinned) memory, so
+        that `put` on `devices` does not block.
 
-        It returns everything else as it is, and may be called in any thread.
-        None: there is nothing to gain.
+        It returns other objects unchanged and is thread-safe. None if pinned
+        memory has no advantage for `devices`.
         """
         return None
 
     def wait_for(self, x: Array) -> None:
-        """Return when pending work on `x` is done."""
+        """Block until pending work on `x` is done."""
 
     def failures(self, arrays: Sequence[Array]) -> list[Exception]:
-        """What failed of the work that was queued on `arrays`, on CPUs; waits
-        for it."""
+        """Errors of the work queued on `arrays`, on CPUs. Blocks until it is
+        done."""
         return []
 
     # optional: fast reductions and updates
 
     def host_views(self, arrays: Sequence[Array], *, to_read: bool = False
                    ) -> list[np.ndarray] | None:
-        """One-dimensional NumPy views, each in its array's order of memory,
-        to be read and written inside `run_on_host_views` only; `to_read`:
-        to be read at once, and not written. Those may be copies in another
-        order, the same for all, or bits as whole numbers.
+        """One-dimensional NumPy views of arrays, in memory order.
 
-        None unless every array has one, in the same order: not on a GPU, not
-        in a dtype that NumPy lacks, not with gaps, and not inside
-        `mgpu.strict_devices`, which could not see what is written to them.
-        May wait for what is queued on the arrays, and raises its errors, not
-        those of other work. Nothing may be queued on them between this call
-        and `run_on_host_views`.
+        They may be used inside `run_on_host_views` only. With `to_read` they
+        are to be read immediately and must not be written; they may then be
+        copies in another order, the same for all, or bits as integers.
+
+        Returns None unless all arrays have views in the same order. Arrays on
+        GPUs, of dtypes that NumPy lacks, and with gaps in memory have none;
+        nor has any array inside `mgpu.strict_devices`, which could not track
+        the writes. May block until work queued on the arrays is done, and
+        raises its errors only. No work may be queued on the arrays between
+        this call and `run_on_host_views`.
         """
 
     def run_on_host_views(self, thunks: Sequence[Callable[[], Any]],
                           written: Sequence[Array]) -> None:
-        """Run `parallel`, on the memory of arrays with `host_views`.
+        """Run `thunks` with `parallel`, on the memory of arrays with
+        `host_views`.
 
-        The thunks change only the `written` arrays. After Ctrl-C all thunks
-        have run, or none.
+        The thunks modify the `written` arrays only. After Ctrl-C, either all
+        thunks have run or none.
         """
 
     def library_reduces(self, arrays: Sequence[Array]) -> bool:
         """Whether `library_allreduce` is the fastest way to sum `arrays`:
-        each lies on a card of its own, which the library connects."""
+        each is on a different card that the library supports."""
         return False
 
     def library_allreduce(self, arrays: Sequence[Array], op: str) -> None:
-        """Write the sum, maximum or minimum of all arrays to each of them,
-        by the framework's own collective. ValueError where it has none for
-        these devices or this `op`; nothing has changed then."""
+        """Allreduce `arrays` in place with the framework's collective; `op`
+        is "sum", "max" or "min". Raises ValueError if the framework does not
+        support the devices or `op`; nothing has changed."""
 
     # optional: debugging
 
     def strict(self, ledger: Any) -> ContextManager:
-        """Inside the block, report what crosses devices to `ledger`: see
-        `mgpu.strict_devices`.
+        """Context manager that reports operations across devices to `ledger`,
+        see `mgpu.strict_devices`.
 
-        In this thread and in what `parallel` runs for it, an operation on
-        arrays of several devices calls ``ledger.refuse``, also where devices
-        are logical, and each copy from device to device calls
-        ``ledger.copy``. Blocks may be nested, with a ledger each.
+        In this thread and in `parallel` called by it, an operation on arrays
+        of different devices, including logical ones, calls ``ledger.reject``,
+        and each copy between devices calls ``ledger.copy``. Blocks may be
+        nested.
         """
 
     def memory(self, x: Array) -> tuple[Any, int, int]:
-        """Where `x` lies: (address space, first byte, end), with the gaps in
-        between.
+        """Memory range of `x`, including gaps: (address space, start, stop).
 
-        All logical CPU devices have one address space. May wait for pending
-        work on `x`. The default gives every array an address space of its own.
+        All logical CPU devices have one address space. May block until
+        pending work on `x` is done. By default, every array has a different
+        address space.
         """
 
     def check_writable(self, x: Array) -> None:
-        """ValueError (`messages.no_places`) unless each element of `x` has a
-        place of its own in memory."""
+        """Raise ValueError (`messages.no_places`) if elements of `x` share
+        memory."""
 
     def is_dense(self, x: Array) -> bool:
-        """Whether `x` has rows that can be cut off: no sparse array."""
+        """Whether `x` is a dense array, which can be sliced."""
 
-    # optional: networks that mgpu brings, and Gluon's arithmetic for good
+    # optional: models of mgpu, and Gluon's arithmetic
 
     def gluonize(self, net: Any, on: bool = True) -> Any:
-        """Give `net` Gluon's arithmetic for good, or take it away again; in
-        place. Returns `net`. See `mgpu.parity.gluonize`."""
+        """Set or reset Gluon's arithmetic in `net`, in place. Returns `net`.
+        See `mgpu.parity.gluonize`."""
         return net
 
     def model(self, name: str, **options: int) -> Any:
-        """Make the native network `name` of `mgpu.models`, without values."""
+        """Create the network `name` of `mgpu.models`, uninitialized."""
 
-    # optional: networks that Gluon has exported
+    # optional: networks exported by Gluon
 
     def from_gluon(self, symbol: FilePath, params: FilePath,
                    dtype: str | None, softmax: bool,
                    frozen: Sequence[str] = ()) -> Any:
-        """A native network from two files; see `mgpu.from_gluon`. `frozen`:
+        """Load a network from two files, see `mgpu.from_gluon`. `frozen`:
         names of arrays that are not trained."""
 
     def converter(self, name: str) -> Callable[..., Any]:
-        """The function of this name that `mgpu.compat.conversion`
-        describes, which reads or writes networks for PyTorch."""
+        """The function `name` of `mgpu.compat.conversion`, which reads or
+        writes networks for PyTorch."""
         raise messages.not_supported(
             self.name, name, "call mgpu.set_backend('torch') before (a Block "
             "has export and save_parameters).")
 
-    # optional: advice
+    # optional: environment checks
 
     def doctor(self) -> list[tuple[str, str]]:
-        """What `mgpu doctor` should say about this backend's settings: pairs
-        (level, text), where level is "info", "warning" or "error"."""
+        """Findings of `mgpu doctor` about the backend's settings: (level,
+        text), with level "info", "warning" or "error"."""

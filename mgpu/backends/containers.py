@@ -1,4 +1,4 @@
-"""Lists, tuples, dicts, deques and dataclasses, which may hold arrays."""
+"""Containers of arrays: lists, tuples, dicts, deques and dataclasses."""
 import collections
 import copy
 import dataclasses
@@ -13,17 +13,17 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Batch(NamedTuple):
-    """What the devices' calls are parts of.
+    """A batch that is split over devices.
 
     Attributes
     ----------
     bounds : list of (start, stop)
         The examples of each call.
     join : callable
-        ``join(values, name, place)``: an attribute's values on the devices,
-        joined like an output. ValueError where they cannot be.
+        ``join(values, name, place)`` joins the values of an attribute on the
+        devices, as an output. Raises ValueError.
     split_like : callable
-        See `BatchSplit.split_like`; the size is that of this batch.
+        See `BatchSplit.split_like`, with the size of this batch.
     """
 
     bounds: Sequence[tuple[int, int]]
@@ -35,18 +35,18 @@ def _not_joined(values: list[Any], name: str, place: Any) -> Any:
     return values[0]
 
 
-#: one call by itself
+#: a batch of a single call
 ONE = Batch([(0, 1)], _not_joined, lambda x, part, *_: x)
 
 
 class Probed(NamedTuple):
-    """What a pass that nothing sees has given.
+    """Result of a pass without side effects.
 
     Attributes
     ----------
     output : object
     attribute : callable
-        ``attribute((id of a module, name))``: what forward has set there.
+        ``attribute((id of a module, name))``: the value set by forward.
     """
 
     output: Any
@@ -54,7 +54,7 @@ class Probed(NamedTuple):
 
 
 def parts(x: Any) -> tuple[list[Any], list[Any]] | None:
-    """The keys and the values of a container, or None for anything else."""
+    """Keys and values of a container. None for other objects."""
     if hasattr(type(x), "__dataclass_fields__"):
         names = [f.name for f in dataclasses.fields(x)
                  if f.init and hasattr(x, f.name)]
@@ -67,7 +67,7 @@ def parts(x: Any) -> tuple[list[Any], list[Any]] | None:
 
 
 def rebuild(x: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
-    """A container like `x` with other values under the same keys."""
+    """A container of the type of `x` with other values for the same keys."""
     if hasattr(type(x), "__dataclass_fields__"):
         return dataclasses.replace(x, **dict(zip(keys, values)))
     if isinstance(x, tuple):
@@ -83,10 +83,8 @@ def rebuild(x: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
 
 def replace(x: Any, is_array: Callable[[Any], bool],
             function: Callable[[Any], Any]) -> Any:
-    """`x` with ``function(array)`` for each array in it.
-
-    Returns `x` itself where no array changes.
-    """
+    """`x` with each array replaced by ``function(array)``. Returns `x` itself
+    if no array changes."""
     if is_array(x):
         return function(x)
     found = parts(x)
@@ -100,8 +98,8 @@ def replace(x: Any, is_array: Callable[[Any], bool],
 
 def have_form(x: Any, other: Any, is_array: Callable[[Any], bool], old: int,
               new: int) -> bool:
-    """Whether the arrays in `x` have the shapes of those in `other`, with
-    `new` examples for `old` ones."""
+    """Whether the arrays in `x` have the shapes of those in `other`, except
+    for `new` examples instead of `old`."""
     shapes, others = ([tuple(array.shape) for array in arrays_in(
         value, is_array)] for value in (x, other))
     return list(map(len, shapes)) == list(map(len, others)) and all(
@@ -118,18 +116,19 @@ def arrays_in(x: Any, is_array: Callable[[Any], bool]) -> list[Any]:
             for array in arrays_in(value, is_array)] if found else []
 
 
-# -- what functions hold besides ----------------------------------------------
+# -- references of functions and other objects --------------------------------
 
-#: makes an object of others than it holds, in their order
+#: makes a copy of an object with other references, in order
 Make = Callable[[list[Any]], Any]
 
 
 def opened(x: Any, roots: tuple[type, ...]) -> tuple[list[Any], Make | None]:
-    """What a container, partial, closure, bound method or weak reference
-    holds, and what makes one like it; nothing and None for other objects.
+    """The references of a container, partial, closure, bound method or weak
+    reference, and a function that makes a copy with others. An empty list and
+    None for other objects.
 
-    `roots` are the types of modules and arrays: no other object has methods
-    and weak references that are made again.
+    `roots` are the types of modules and arrays. Bound methods and weak
+    references of other objects are not copied.
     """
     if isinstance(x, functools.partial):
         count = 1 + len(x.args)
@@ -168,7 +167,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 def _function_like(x: types.FunctionType, cells: list[types.CellType],
                    new: list[Any]) -> types.FunctionType:
-    # Unchanged cells are shared: counters by `nonlocal` go on.
+    # Unchanged cells are shared, for example `nonlocal` counters.
     other = {id(cell): types.CellType(value) for cell, value in zip(
         cells, new) if value is not cell.cell_contents}
     made = types.FunctionType(

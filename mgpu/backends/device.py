@@ -1,10 +1,10 @@
-"""Devices: where an array lives, named the same way on both backends.
+"""Devices of both backends.
 
-A `Device` is a kind (``"cpu"`` or ``"gpu"``) and an index. CPU devices are
-*logical*: `cpu(0)`, `cpu(1)`, ... share one processor and its memory, and
-each holds arrays of its own, copied to it as to a GPU. So code for several
-GPUs runs, and can be tested, on a machine without one. GPU devices are those
-that the current backend sees.
+A `Device` has a kind (``"cpu"`` or ``"gpu"``) and an index. CPU devices are
+*logical*: `cpu(0)`, `cpu(1)`, ... share the processor and its memory, but not
+arrays, which are copied between them as between GPUs. So code for several
+GPUs can be tested on a machine without GPUs. GPU devices are those visible to
+the current backend.
 """
 import re
 from collections.abc import Sequence
@@ -23,17 +23,17 @@ _TEXT = re.compile(r"(cpu|gpu|cuda)(?::(\d+)|\((\d+)\))?\Z")
 
 
 def cpu(i: int = 0) -> Device:
-    """The logical CPU device `i`; any `i` >= 0 exists on both backends."""
+    """Logical CPU device `i`, for any `i` >= 0."""
     return as_device(Device("cpu", i))
 
 
 def gpu(i: int = 0) -> Device:
-    """The GPU `i`. Whether it is there is checked when it is used."""
+    """GPU `i`. Its existence is checked when it is used."""
     return as_device(Device("gpu", i))
 
 
 def as_device(device: Any) -> Device:
-    """The `Device` that `device` names.
+    """Convert a device name or a native device to a `Device`.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def as_device(device: Any) -> Device:
     ValueError
         An unknown name, or a negative index.
     TypeError
-        Something that names no device.
+        `device` has another type.
     """
     if isinstance(device, Device):
         kind, index = device
@@ -75,18 +75,22 @@ def as_device(device: Any) -> Device:
 
 
 def as_devices(devices: Any) -> list[Device]:
-    """The list of distinct, existing devices that `devices` names.
+    """Convert device names to a list of distinct, existing devices.
 
     Parameters
     ----------
     devices : one device, or a sequence of devices
-        Whatever `as_device` takes.
+        As for `as_device`.
+
+    Returns
+    -------
+    list of Device
 
     Raises
     ------
     ValueError
-        No device, the same device twice (the second copy would overwrite
-        the first one's gradients), or a GPU that is not there.
+        No device, a device twice (the second copy would overwrite the
+        gradients of the first), or a GPU that is not available.
     """
     if isinstance(devices, (str, Device)) or not isinstance(devices, Sequence):
         devices = [devices]
@@ -97,7 +101,7 @@ def as_devices(devices: Any) -> list[Device]:
     if len(set(found)) != len(found):
         twice = sorted({str(d) for d in found if found.count(d) > 1})
         raise ValueError(
-            f"each device may be named once; received {found}, with "
+            f"devices must be distinct; received {found}, with "
             f"{', '.join(twice)} more than once. CPU devices are unlimited: "
             f"for {len(found)} of them use list_devices({len(found)}).")
     for device in found:
@@ -106,40 +110,41 @@ def as_devices(devices: Any) -> list[Device]:
 
 
 def check_device(device: Device) -> None:
-    """Refuse a GPU that the current backend does not see (`ValueError`)."""
+    """Raise ValueError if `device` is a GPU that the current backend does not
+    see."""
     if device.kind == "gpu":
         backend = get_backend()
         count = backend.num_gpus()
         if device.index >= count:
             raise ValueError(
-                f"{device} is not there: the {backend.name} backend sees "
+                f"{device} is not available: the {backend.name} backend sees "
                 f"{count} GPU{'s' * (count != 1)}. Use try_gpu("
                 f"{device.index}), or a logical device such as "
                 f"cpu({device.index}).")
 
 
 def num_gpus() -> int:
-    """How many GPUs the current backend sees now.
+    """Number of GPUs visible to the current backend.
 
-    On torch, ``MGPU_LOGICAL_GPUS=k`` lets `k` logical GPUs share the
-    physical ones (none appear where there is no physical GPU).
+    On torch, ``MGPU_LOGICAL_GPUS=k`` creates `k` logical GPUs that share the
+    physical ones, if any.
     """
     return get_backend().num_gpus()
 
 
 def try_gpu(i: int = 0) -> Device:
-    """``gpu(i)`` if it is there, else ``cpu(i)``: the same index, so that
-    different devices stay different."""
+    """``gpu(i)`` if available, else ``cpu(i)``. The index is the same, so
+    distinct devices remain distinct."""
     return gpu(i) if num_gpus() > i else cpu(i)
 
 
 def try_all_gpus() -> list[Device]:
-    """All GPUs, or ``[cpu(0)]`` if there is none."""
+    """All available GPUs, or ``[cpu(0)]``."""
     return [gpu(i) for i in range(num_gpus())] or [cpu(0)]
 
 
 def list_devices(k: int) -> list[Device]:
-    """`k` devices: GPUs when there are `k` of them, else logical CPUs."""
+    """The first `k` GPUs if there are so many, else `k` logical CPUs."""
     if not is_integer(k, 1):
         raise ValueError("the number of devices must be a whole number, 1 or "
                          f"more; received {k!r}. Use for example "

@@ -1,5 +1,5 @@
-"""What a backend reports inside `mgpu.strict_devices`: copies between
-devices, and operations that mix them."""
+"""Records of `mgpu.strict_devices`: copies between devices, and operations
+that mix devices."""
 import contextlib
 import threading
 from collections import Counter
@@ -9,19 +9,19 @@ from contextvars import ContextVar
 from mgpu.backends.base import Device
 from mgpu.errors import CrossDeviceError
 
-#: the place of an array that is on no device
+#: location of arrays that are on no device
 HOST = "host"
 Place = Device | str        # a device, or `HOST`
 
 
 class Ledger:
-    """Counts what is copied between devices.
+    """Counts the bytes copied between devices.
 
     Attributes
     ----------
     copied : collections.Counter
-        Bytes by ``(source, destination)``, each a `Device` or ``"host"``.
-        The bytes that arrive are counted; copies inside one device are not.
+        Bytes received, by ``(source, destination)``, each a `Device` or
+        ``"host"``. Copies within a device are not counted.
     """
 
     def __init__(self) -> None:
@@ -35,16 +35,16 @@ class Ledger:
 
     def copy(self, source: Device | None, target: Device | None,
              nbytes: int) -> None:
-        """Count one copy. None stands for the host."""
+        """Count a copy of `nbytes`. None: the host."""
         pair = source or HOST, target or HOST
         if pair[0] != pair[1] and nbytes:
             with self._lock:
                 self.copied[pair] += nbytes
 
-    def refuse(self, operation: str, received: Sequence[
+    def reject(self, operation: str, received: Sequence[
             tuple[Device | None, tuple[int, ...]]]) -> None:
-        """Raise CrossDeviceError: `operation` received arrays of several
-        devices, whose devices and shapes are in `received`."""
+        """Raise CrossDeviceError for `operation`. `received` holds the device
+        and shape of each argument."""
         arrays = [(device or HOST, tuple(shape)) for device, shape in received]
         first = arrays[0][0]
         other = next(place for place, _ in arrays if place != first)
@@ -57,7 +57,7 @@ class Ledger:
 
 
 class Ledgers:
-    """The ledgers that one backend reports to, in the present context."""
+    """The active ledgers of a backend in the current context."""
 
     def __init__(self) -> None:
         self._context: ContextVar[tuple[Ledger, ...]] = ContextVar(
@@ -65,16 +65,16 @@ class Ledgers:
         self._process: list[Ledger] = []
 
     def active(self) -> tuple[Ledger, ...]:
-        """Those of the process, then those of the blocks around the call."""
+        """The ledgers of the process, then those of enclosing blocks."""
         return (*self._process, *self._context.get())
 
     def add(self, ledger: Ledger) -> None:
-        """Report to `ledger` for good, in all threads."""
+        """Report to `ledger` permanently, in all threads."""
         self._process.append(ledger)
 
     @contextlib.contextmanager
     def using(self, ledger: Ledger) -> Iterator[None]:
-        """Report to `ledger` inside the block."""
+        """Context manager that reports to `ledger`."""
         token = self._context.set((*self._context.get(), ledger))
         try:
             yield

@@ -1,7 +1,6 @@
-"""Errors that both backends raise, with one text.
+"""Errors with the same message on both backends.
 
-A check returns nothing and raises; the other functions make an exception for
-their caller to raise.
+Checks raise; the other functions return an exception.
 """
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -9,32 +8,32 @@ from typing import Any
 
 import numpy as np
 
-#: what host data may hold: the dtypes that both backends have
+#: dtypes of host data, which both backends support
 DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64",
           "bool")
 
 
 def host_array(x: Any) -> np.ndarray:
-    """A fresh, contiguous NumPy copy of `x`.
+    """Copy `x` to a contiguous NumPy array.
 
-    Python floats become float32, the default of both backends; arrays keep
+    Python floats become float32, the default of both backends. Arrays keep
     their dtype.
 
     Raises
     ------
     TypeError
-        NumPy cannot make an array of numbers from `x`.
+        `x` cannot be converted to an array of numbers.
     ValueError
-        A dtype that is not one of `DTYPES`.
+        The dtype is not one of `DTYPES`.
     """
     try:
         array = np.array(x, order="C")
-    except ValueError:      # rows of different lengths
+    except ValueError:      # nested lists of different lengths
         array = np.array(None)
     if array.dtype.kind not in "biufc":
         raise TypeError(
             f"expected an array of numbers; received {type(x).__name__} "
-            "that NumPy cannot make one of. Pass numbers, or rows of one "
+            "that NumPy cannot convert. Pass numbers, or lists of one "
             "length.")
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     if array.dtype.name not in DTYPES:
@@ -48,7 +47,7 @@ def host_array(x: Any) -> np.ndarray:
 
 
 def refuse_foreign(x: Any, backend: str) -> None:
-    """TypeError if `x` is an array of the other framework."""
+    """Raise TypeError if `x` is an array of the other framework."""
     root = type(x).__module__.split(".")[0]
     if root in ("mxnet", "torch"):
         raise TypeError(
@@ -60,8 +59,8 @@ def refuse_foreign(x: Any, backend: str) -> None:
 
 def check_native(arrays: Iterable[Any], backend: Any, takes: str,
                  cure: str = "Use mgpu.put(x, device).") -> None:
-    """TypeError for what is no array of `backend`; `takes`: who takes them,
-    in words."""
+    """Raise TypeError if an object is not an array of `backend`. `takes`
+    starts the message, with the function or argument."""
     for x in arrays:
         if not backend.is_native(x):
             refuse_foreign(x, backend.name)
@@ -70,56 +69,52 @@ def check_native(arrays: Iterable[Any], backend: Any, takes: str,
 
 
 def changed_layers(names: Iterable[str]) -> RuntimeError:
-    """Layers, parameters or buffers came, went or were replaced."""
+    """Layers, parameters or buffers were added, removed or replaced."""
     return RuntimeError(
-        "a network keeps its layers, and a layer its parameters and buffers, "
-        "from initialize on; received others under "
+        "the layers, parameters and buffers of a network must not be replaced "
+        f"after initialize; received others under "
         f"{', '.join(map(repr, names))}. Change them before "
         "mgpu.initialize, or call it again with force_reinit=True and "
-        "init='keep', and make a new Trainer.")
+        "init='keep', and create a new Trainer.")
 
 
 def check_by_layer(hybridize: bool, batch_norm: str) -> None:
-    """ValueError for "sync" in a compiled network."""
+    """Raise ValueError for "sync" in a compiled network."""
     if hybridize and batch_norm == "sync":
         raise ValueError(
-            "synchronized batch normalization needs the layers of the "
-            "network one by one; received batch_norm='sync' with hybridize. "
-            "Use one of them.")
+            "batch_norm='sync' does not support hybridize. Use one of them.")
 
 
 def own_batch_norm(paths: Iterable[str]) -> ValueError:
-    """Batch-norm layers whose forward pass the user has written."""
+    """Batch-norm layers with a user-defined forward."""
     return ValueError(
-        "batch_norm='sync' computes the layers of the framework; received "
-        f"batch-norm layers with a forward pass of their own in {list(paths)}"
-        ". Use batch_norm='per_device' or 'average', or the framework's "
-        "plain layer.")
+        "batch_norm='sync' supports the framework's batch-norm layers; "
+        f"received layers with a user-defined forward in {list(paths)}. Use "
+        "batch_norm='per_device' or 'average', or the framework's layer.")
 
 
 def not_joined(what: Iterable[str]) -> ValueError:
-    """Layers or functions that normalize each device's rows by themselves,
-    under ``batch_norm="sync"``."""
+    """Layers or functions with running statistics for each device, under
+    ``batch_norm="sync"``."""
     return ValueError(
-        "batch_norm='sync' joins the framework's batch-norm layers; received "
-        "what keeps running statistics of each device's rows by itself: "
+        "batch_norm='sync' supports the framework's batch-norm layers; "
+        "received layers or functions with other running statistics: "
         f"{list(what)}. Use such layers, track_running_stats=False in "
         "InstanceNorm, batch_norm='per_device', or one device.")
 
 
 def not_again() -> RuntimeError:
-    """A layer of which a checkpoint cannot tell what it has computed."""
+    """A checkpoint whose recomputation is not supported."""
     return RuntimeError(
-        "with batch_norm='sync' the devices meet in the forward pass only; "
-        "received a checkpoint, which computes a layer of batch norm or "
-        "dropout again, that is reentrant, or whose layer a pass calls more "
-        "than once. Use use_reentrant=False, batch_norm='per_device' or "
-        "'average', or leave such layers out of checkpoints.")
+        "with batch_norm='sync', layers of batch norm or dropout must not be "
+        "in a checkpoint that is reentrant, or whose layers a pass calls more "
+        "than once; received one. Use use_reentrant=False, "
+        "batch_norm='per_device' or 'average', or exclude such layers from "
+        "checkpoints.")
 
 
 def wrong_device(device: Any, actual: Any) -> ValueError:
-    """An array on `actual` was given to the replica on `device`. Raised by
-    the replicas of both backends when they are called."""
+    """The replica on `device` was called with an array on `actual`."""
     return ValueError(
         f"the replica on {device} takes arrays on {device}; received one on "
         f"{actual}. Use mgpu.put(x, {device}) or mgpu.split_and_load.")
@@ -139,26 +134,26 @@ def unknown_dtype(dtype: Any, cure: str = "Use a name such as 'float32' or "
 
 
 def no_float(dtype: Any) -> ValueError:
-    """A gradient was asked for in an array of integers."""
+    """A gradient was requested for an array of integers."""
     return ValueError(f"only arrays of floats have gradients; received "
                       f"{dtype}. Use mgpu.functional.astype(x, 'float32').")
 
 
 def check_grad_req(grad_req: str) -> None:
-    """ValueError for anything but "write", "add" and "null"."""
+    """Raise ValueError unless `grad_req` is "write", "add" or "null"."""
     if grad_req not in ("write", "add", "null"):
         raise ValueError(f"unknown grad_req; received {grad_req!r}. Use "
                          "'write', 'add' or 'null'.")
 
 
 def no_gradient() -> ValueError:
-    """An array without a gradient was asked for it."""
+    """An array has no gradient."""
     return ValueError("the array has no gradient attached; use "
                       "mgpu.attach_grad(x) before the forward pass.")
 
 
 def not_recorded() -> RuntimeError:
-    """A loss has no graph to go back through."""
+    """A loss was not recorded."""
     return RuntimeError(
         "backward needs losses that were computed inside mgpu.record() from "
         "arrays with gradients attached; received one that was not. Put the "
@@ -166,18 +161,17 @@ def not_recorded() -> RuntimeError:
 
 
 def nested_rendezvous() -> RuntimeError:
-    """Functions that wait for each other were started inside another one."""
+    """Functions that wait for each other were started in a thunk."""
     return RuntimeError(
         "functions that wait for each other cannot start inside a function "
-        "that mgpu.parallel runs; call the replicas together, outside of it.")
+        "of mgpu.parallel. Call the replicas together, outside of it.")
 
 
 def watched_rendezvous(what: Any) -> RuntimeError:
-    """Devices wait for each other in their passes, where code of the user's
-    sees one device after the other."""
+    """User code observes the devices one by one, while synchronized batch
+    norm needs them in parallel."""
     return RuntimeError(
-        "a mode or hook around a step sees one device after the other, and "
-        "with batch_norm='sync' they meet in the middle of their passes; "
+        "batch_norm='sync' does not support a mode or hook around a step; "
         f"received {what}. Enter it in the network's forward(), or use "
         "batch_norm='per_device' or 'average', or one device.")
 
@@ -187,7 +181,7 @@ def not_a_network(net: Any, backend: str, expected: str) -> TypeError:
     if isinstance(net, type):
         return TypeError(
             f"the {backend} backend takes a {expected}; received the class "
-            f"{net.__module__}.{net.__name__}. Make an object of it: "
+            f"{net.__module__}.{net.__name__}. Create an instance: "
             f"{net.__name__}(...).")
     roots = {cls.__module__.partition(".")[0] for cls in type(net).__mro__}
     other = next((name for name in ("mxnet", "torch") if name in roots), None)
@@ -200,55 +194,54 @@ def not_a_network(net: Any, backend: str, expected: str) -> TypeError:
 
 def not_supported(backend: str, what: str, cure: str = "use another backend "
                   "for it.") -> NotImplementedError:
-    """The backend has not written an optional method of the contract."""
+    """The backend does not implement an optional method."""
     return NotImplementedError(f"the {backend} backend has no {what}; {cure}")
 
 
 def unknown_part(part: Any) -> TypeError:
-    """A comparison cannot set the state of a part of an own step."""
+    """An object of a custom training step whose state cannot be set."""
     return TypeError(
-        "the parts of a step are optimizers, schedules, loss scalers, "
-        "averages of the weights, and dictionaries of what is carried from "
-        "step to step, so that their state can be set; received "
+        "the parts of a step must be optimizers, schedules, loss scalers, "
+        "averages of the weights, or dictionaries of state; received "
         f"{type(part).__name__}. Return those that the step changes.")
 
 
 def compiled(paths: Sequence[str]) -> ValueError:
-    """Layers that nothing can look at."""
+    """Layers that are compiled, and so not accessible."""
     return ValueError(
-        "a comparison looks at the layers of a network; received one that "
-        f"torch.compile has compiled, at {list(paths)} ('': the whole). "
-        "Compare it without torch.compile and .compile(), also in the load() "
-        "of a source, and compile it where it is used.")
+        "a comparison needs access to the layers of a network; received "
+        f"layers compiled by torch.compile, at {list(paths)} ('': the whole "
+        "network). Compare it without torch.compile and .compile(), also in "
+        "the load() of a source.")
 
 
 def dropout_inside(paths: Sequence[str]) -> ValueError:
-    """Masks that no comparison can draw."""
+    """Dropout whose masks cannot be set."""
     return ValueError(
-        "both sides must draw the same masks; received dropout= of nn.LSTM "
-        f"and nn.MultiheadAttention, which no mask reaches, in {paths}. Use "
-        "dropout layers between them, or dropout=0.")
+        "both models must use the same dropout masks; received dropout= of "
+        f"nn.LSTM and nn.MultiheadAttention, which have no masks, in {paths}."
+        " Use dropout layers between them, or dropout=0.")
 
 
 def check_parts(parts: Sequence[Any], optimizers: Sequence[Any],
                 averages: Sequence[Any], others: int) -> None:
-    """ValueError unless the parts of an own step hold an optimizer, which
-    moves weights of the network only (`others`: how many that are not), and
-    one average at most."""
+    """Raise ValueError unless a custom step has optimizers of the network's
+    weights only (`others`: number of other weights), and at most one
+    average."""
     if not optimizers or len(averages) > 1 or others:
         raise ValueError(
-            "a step comes with the optimizer that it uses, which moves "
-            "weights of the network only, and one average of the weights at "
-            f"most; received {[type(part).__name__ for part in parts]}, with "
-            f"{len(averages)} averages, and {others} weights that are not "
+            "a step needs its optimizer, which updates weights of the network "
+            "only, and at most one average of the weights; received "
+            f"{[type(part).__name__ for part in parts]}, with "
+            f"{len(averages)} averages and {others} weights that are not "
             "the network's. Return (step, [optimizer, ...]).")
 
 
 # -- memory and dtypes --------------------------------------------------------
 
 def check_apart(places: Iterable[tuple[Any, int, int]]) -> None:
-    """ValueError where two arrays, given by their `Backend.memory`, overlap;
-    to be called before they are written."""
+    """Raise ValueError if arrays, given by their `Backend.memory`, overlap.
+    Called before they are written."""
     for (space, _, end), (other, begin, _) in pairwise(sorted(places)):
         if begin < end and space == other:
             raise ValueError(
@@ -258,37 +251,35 @@ def check_apart(places: Iterable[tuple[Any, int, int]]) -> None:
 
 
 def no_places(what: str, cure: str) -> ValueError:
-    """An array was to be written whose elements have no place of their own
-    in memory."""
+    """An output array with elements that share memory."""
     return ValueError(
-        "an array that is written must have a place in memory for each of "
-        f"its elements; received {what}. Use {cure}.")
+        "the elements of an array that is written must not share memory; "
+        f"received {what}. Use {cure}.")
 
 
 def check_precision(multi_precision: Any, dtypes: Mapping[str, str]) -> None:
-    """Refuse Gluon's float32 copies of narrower weights; `dtypes` by name of
-    the parameters."""
+    """Raise ValueError for Gluon's float32 copies of weights in reduced
+    precision. `dtypes`: by parameter name."""
     narrow = sorted(name for name, dtype in dtypes.items()
                     if dtype not in ("float32", "float64"))
     if multi_precision and narrow:
         raise ValueError(
-            "weights are updated in their own precision; received "
-            f"multi_precision=True and narrower weights, {narrow[:4]}. Use a "
-            "float32 network (with autocast, on torch), or leave "
-            "multi_precision out.")
+            "multi_precision=True is not supported for weights in reduced "
+            f"precision; received {narrow[:4]}. Use a float32 network (with "
+            "autocast, on torch), or omit multi_precision.")
 
 
 def sparse_gradient(names: Sequence[str]) -> ValueError:
-    """Parameters whose gradients would hold only the rows that were used."""
+    """Parameters with sparse gradients."""
     return ValueError(
-        "gradients must hold all rows of a parameter; received sparse ones "
-        f"for {', '.join(map(repr, names))}. Make the layer without "
+        "sparse gradients are not supported; received them for "
+        f"{', '.join(map(repr, names))}. Create the layer without "
         "sparse_grad=True (Gluon) or sparse=True (torch): optimizers then "
         "update every row in each step.")
 
 
 def wrong_dtype(own: str, received: Sequence[str]) -> TypeError:
-    """A layer that computes in `own` was given arrays of other dtypes."""
+    """A layer of dtype `own` received arrays of other dtypes."""
     return TypeError(
         f"a layer takes inputs of its own dtype, {own}; received "
         f"{', '.join(received)}. Convert the data first: "

@@ -3,7 +3,7 @@ from typing import Any
 
 from mgpu.backends import containers
 
-#: what tells the form of an array, in both frameworks
+#: attributes for the form of an array, in both frameworks
 _FORM = {"context", "ctx", "device", "dim", "dtype", "ndim", "numel", "shape",
          "size"}
 _OPERATIONS = (
@@ -14,15 +14,18 @@ _OPERATIONS = (
 
 
 class OtherBatch:
-    """Stands on a device for an array that forward has left with an entry
-    for each example of a batch of another size: a device's part of it is not
-    known. It has the array's form. Its values raise RuntimeError.
+    """Placeholder for an attribute array that belongs to a batch of another
+    size.
+
+    The array has an entry for each example of an earlier batch, so the part
+    of a device cannot be determined. The placeholder has the shape and dtype
+    of the array. Access to the values raises RuntimeError.
 
     Parameters
     ----------
     array : native array
     name : str
-        Of the attribute.
+        Name of the attribute.
     """
 
     def __init__(self, array: Any, name: str) -> None:

@@ -1,5 +1,4 @@
-"""What parity asks of a backend: single layers, and training steps of the
-user's own."""
+"""Interface for parity: access to layers, and custom training steps."""
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -13,41 +12,41 @@ ContextManager = AbstractContextManager[None]
 
 
 class Layer(NamedTuple):
-    """A layer that contains no other layers, described for both backends."""
+    """Description of a layer without children, for both backends."""
 
     path: str           # "features.3.bn1"; "" for a network of one layer
     kind: str           # dense conv batch_norm dropout max_pool ..., or the
-    #                     class's own name in lower case
-    options: dict[str, Any]         # by the names of `backends/_*/layers.py`
-    parameters: tuple[str, ...]     # names of its `Spec`s, buffers too
+    #                     class name in lower case
+    options: dict[str, Any]         # names as in `backends/_*/layers.py`
+    parameters: tuple[str, ...]     # names of its `Spec`s, including buffers
 
 
-#: kinds of activations that a class may have the name of and compute by others
+#: activations that a class of the same name may compute with other functions
 _COMPOSED = {"elu", "gelu", "hardsigmoid", "hardswish", "mish", "selu", "silu",
              "softplus", "softsign", "swish"}
-#: kinds of functions that are told of
-_TOLD = {"activation", "clip", "hardtanh", "leaky_relu", "log_softmax", "relu",
-         "relu6", "sigmoid", "softmax", "softrelu", "tanh", "upsample"}
+#: kinds of functions that are reported
+_OPS = {"activation", "clip", "hardtanh", "leaky_relu", "log_softmax", "relu",
+        "relu6", "sigmoid", "softmax", "softrelu", "tanh", "upsample"}
 
 
-def may_look_inside(layer: type, engine: str) -> bool:
-    """Whether the functions that an innermost layer without parameters calls
-    are told one by one: those of a class that is not the backend's own, whose
-    name says nothing of what it does."""
-    return not layer.__module__.startswith(engine + ".") \
+def may_look_inside(layer: type, framework: str) -> bool:
+    """Whether the functions called by an innermost layer without parameters
+    are reported: if its class is user-defined and not named after an
+    activation."""
+    return not layer.__module__.startswith(framework + ".") \
         and layer.__name__.lower() not in _COMPOSED
 
 
 def own_kind(layer: type) -> str:
-    """The kind of such a layer: the name of its class, marked where that
-    could be one of the functions that are told."""
+    """The kind of a user-defined layer: its class name, with a prefix if that
+    is the kind of a reported function."""
     name = layer.__name__.lower()
-    return f"own {name}" if name in _TOLD or name.endswith("pool") else name
+    return f"own {name}" if name in _OPS or name.endswith("pool") else name
 
 
 def clipping(low: Any, high: Any) -> tuple[str, dict[str, Any]] | None:
-    """(kind, options) of the layer that keeps values between two numbers;
-    None where a bound is none, or an array. No `high`: all above `low`."""
+    """(kind, options) of the layer that clips values to [`low`, `high`]. None
+    if a bound is an array, or `low` is None. `high` None: unbounded."""
     high = math.inf if high is None else high
     if not all(isinstance(bound, (int, float)) for bound in (low, high)) \
             or math.isinf(low):
@@ -60,8 +59,8 @@ def clipping(low: Any, high: Any) -> tuple[str, dict[str, Any]] | None:
 
 def named(known: dict[str, Layer], kind: str, options: dict[str, Any],
           after: str | None) -> str:
-    """The path of a function in `known`, which gets it where it is new:
-    "F.relu after conv1", and a number where others have been there."""
+    """The path of a function in `known`, added if it is new: "F.relu after
+    conv1", with a number to make it unique."""
     place = f"F.{kind}" + ("" if after is None else f" after {after}")
     path, number = place, 1
     while known.setdefault(path, Layer(path, kind, options, ())
@@ -71,73 +70,70 @@ def named(known: dict[str, Layer], kind: str, options: dict[str, Any],
     return path
 
 
-#: ``draw(x, rate, axes, index)`` gives the mask of a dropout layer that the
-#: replica `index` calls on `x` in training: an array that broadcasts to `x`
+#: ``draw(x, rate, axes, index)`` returns the mask of a dropout layer that the
+#: replica `index` applies to `x` in training: an array that broadcasts to `x`
 #: (1 along `axes`) of zeros and ``1 / (1 - rate)``.
 DrawMask = Callable[[Array, float, tuple[int, ...], int], Array]
 
-#: ``seen(path, inputs, outputs, index)`` is called after each layer's call,
-#: and with a path of `Probe.functions` after that of a function that could
-#: be a layer, between layers or in a small one of the user's own
-#: (`may_look_inside`). Where the backend can (`Probe.replaces`), a
-#: list of arrays that it returns takes the place of the outputs.
+#: ``seen(path, inputs, outputs, index)`` is called after each call of a layer
+#: and, with a path of `Probe.functions`, of a function that has a layer, if it
+#: is called between layers or in a user-defined one (`may_look_inside`). If
+#: the backend supports it (`Probe.replaces`), a returned list of arrays
+#: replaces the outputs.
 LayerCallback = Callable[[str, tuple[Any, ...], Any, int],
                          "Sequence[Array] | None"]
 
 
 @dataclass
 class Float32Functions:
-    """Which functions of a network compute as MXNet does where it uses
-    float32 in a float64 network. To be set between calls.
+    """Functions of a float64 network that compute in float32, as MXNet's do.
+    Set between calls.
 
     Attributes
     ----------
     names : frozenset of str
         Keys of `mgpu.parity.float32.WORDS`.
     gradients : bool
-        Whether SELU has MXNet's gradient too.
+        Whether SELU has MXNet's gradient.
     watched : bool
-        Whether calls are noted in `met`.
-    met : dict of str -> None
-        All functions that could be in `names`, in the order of their first
-        calls.
+        Whether calls are recorded.
     """
 
     names: frozenset[str] = frozenset()
     gradients: bool = False
     watched: bool = False
+    #: functions called that could be in `names`, in order of the first calls
     met: dict[str, None] = field(default_factory=dict)
 
 
-#: the slot of the average of a weight that a step of the user's own keeps
+#: slot of the average of a weight, in a custom training step
 AVERAGE = "average"
 
 
 @dataclass
 class Observed:
-    """What a training step of the user's own has done, as NumPy arrays by
-    names of parameters.
+    """Record of a custom training step. Arrays are NumPy arrays by parameter
+    name.
 
     Attributes
     ----------
     left : dict of str -> ndarray
-        The gradients as backward passes left them, on the scale of `applied`;
-        of a weight that was updated, before its last update.
+        Gradients after the backward passes, on the scale of `applied`; of an
+        updated weight, before its last update.
     applied : dict of str -> ndarray
-        The gradients as the optimizers got them, divided by what they divide
-        them by.
+        Gradients passed to the optimizers, divided by the divisor of these.
     rates : dict of str -> float
-        The learning rate that each weight was moved with.
+        Learning rate of each updated weight.
     scale : float
-        What the optimizers multiplied the gradients by.
+        Multiplier of the gradients in the optimizers.
     scales : dict of str -> float
-        The same by weight, where an optimizer does that.
+        The same by weight, for optimizers with such multipliers.
     updates : int
-        How many updates optimizers have made.
+        Number of optimizer updates.
     loss_scale : float
-        What a loss scaler multiplied the loss by.
+        Multiplier of the loss, of a loss scaler.
     rule : (str, dict) or None
-        `OwnParts.rule` as it was at the update.
+        `OwnParts.rule` at the update.
     """
 
     left: dict[str, np.ndarray] = field(default_factory=dict)
@@ -150,30 +146,29 @@ class Observed:
     rule: Any = None
 
 
-#: it is called before an update with the names of the weights, and returns
-#: what is called after it
+#: called before an update with the names of the weights; returns a function
+#: that is called after it
 AroundUpdate = Callable[[list[str]], Callable[[], None]]
 
 
 class OwnParts(Protocol):
-    """What a training step of the user's own works with: optimizers,
-    schedules, loss scalers, averages of the weights.
+    """State of a custom training step: optimizers, schedules, loss scalers,
+    averages of the weights.
 
     Attributes
     ----------
     rule : (str, dict) or None
-        What the optimizers compute: the family of `mgpu.optimizers` and the
-        options by the names there, others among them; None where mgpu has no
-        such rule, or they compute different things.
+        Update rule: a name of `mgpu.optimizers` and its options. None if mgpu
+        has no such rule, or if the optimizers have different rules.
     lr_mult, wd_mult : dict of str -> float
-        Of each weight that an optimizer has: its learning rate and weight
-        decay as multiples of those of `rule`.
+        Learning rate and weight decay of each weight of an optimizer, as
+        multiples of those of `rule`.
     averaged : bool
-        Whether there is an average of the weights: slot `AVERAGE`.
+        Whether an average of the weights exists, in slot `AVERAGE`.
     clip_epsilon : float
-        What the backend's own clipping by the global norm adds to the norm.
+        Number that the backend's clipping adds to the global norm.
     text : str
-        The parts in words.
+        Description of the parts.
     """
 
     rule: tuple[str, dict[str, Any]] | None
@@ -185,69 +180,71 @@ class OwnParts(Protocol):
 
     def memory(self) -> tuple[dict[tuple[str, str], np.ndarray],
                               dict[str, int]]:
-        """The slots of `rule` by (parameter, slot) and the number of updates
-        by parameter, as copies."""
+        """Copies of the optimizer state of `rule`, by (parameter, slot), and
+        the number of updates by parameter."""
 
     def load(self, slots: Mapping[tuple[str, str], np.ndarray],
              counts: Mapping[str, int]) -> None:
-        """Set what `memory` returns. Other slots stay as they are."""
+        """Restore the state returned by `memory`. Other slots are
+        unchanged."""
 
     def keep(self) -> Callable[[], None]:
-        """A function that puts back what `load` does not set: positions of
-        schedules, rates, loss scales, and memory that mgpu does not know."""
+        """Return a function that restores the state that `load` does not set:
+        positions of schedules, learning rates, loss scales, and optimizer
+        state that mgpu does not support."""
 
     def observe(self, around: AroundUpdate | None = None
                 ) -> AbstractContextManager[Observed]:
-        """For the block of one step, which fills what it gives."""
+        """Context manager around one step, which fills the `Observed` that it
+        returns."""
 
 
 class Probe(Protocol):
-    """A user's network as a comparison sees it. `layers` and `settings` are
-    also read where processes are compared and values are loaded."""
+    """A network as parity observes it. `layers` and `settings` are also used
+    to compare processes and to load values."""
 
-    #: layers compute as they do without mgpu: on torch, batch norm keeps the
-    #: unbiased variance (see `Backend.gluonize`). Set it before a call.
+    #: whether layers compute as without mgpu: on torch, batch norm stores the
+    #: unbiased variance (see `Backend.gluonize`). Set before a call.
     own_arithmetic: bool = False
-    #: None: the backend has no choice
+    #: None: the backend does not support it
     float32: Float32Functions | None = None
-    #: whether what a `LayerCallback` returns takes the place of outputs
+    #: whether the result of a `LayerCallback` replaces the outputs
     replaces: bool = False
-    #: what `watch_layers` has seen besides layers: see `LayerCallback`
+    #: functions observed by `watch_layers`, see `LayerCallback`
     functions: dict[str, Layer]
 
     def layers(self) -> list[Layer]:
-        """The innermost layers, in the order in which they were made. A
-        layer that has several names comes once."""
+        """The innermost layers, in the order of creation. Shared layers are
+        listed once."""
 
     def settings(self) -> dict[str, str]:
-        """By path, what the framework's own layers print of their options,
-        and their mode where they have one: the same in all processes."""
+        """Options and mode, as text, of the framework's layers, by path.
+        Equal in all processes."""
 
     def watch_layers(self, seen: LayerCallback) -> ContextManager:
-        """Inside the block, `seen` is called after every call of an innermost
-        layer. A compiled (hybridized) network runs layer by layer for that
-        time."""
+        """Context manager in which `seen` is called after every call of an
+        innermost layer. A compiled (hybridized) network runs layer by
+        layer."""
 
     def use_masks(self, draw: DrawMask) -> ContextManager:
-        """Inside the block, training passes take the masks of dropout
-        layers from `draw`. Dropout *functions*, `inner_dropout`, and the
-        dropout inside attention layers are not reached. A compiled network
-        runs layer by layer for that time."""
+        """Context manager in which training passes take the masks of dropout
+        layers from `draw`. Dropout *functions*, `inner_dropout`, and dropout
+        inside attention layers are not affected. A compiled network runs
+        layer by layer."""
 
     def check_visible(self) -> None:
-        """ValueError where layers are hidden in code that the user has
-        compiled."""
+        """Raise ValueError if user code has compiled layers."""
         return None
 
     def inner_dropout(self) -> Sequence[tuple[str, Any, str]]:
-        """Innermost layers that drop out where no mask reaches, on every
-        device, as (path, layer, attribute with the rate): recurrent ones
-        between their layers, and what drops out in predictions too."""
+        """Innermost layers with dropout that masks do not affect, as (path,
+        layer, attribute of the rate): recurrent layers, and dropout that is
+        active in prediction."""
 
     @contextmanager
     def without_inner_dropout(self) -> Iterator[None]:
-        """Inside the block, and inside `use_masks`, these layers drop
-        nothing out."""
+        """Context manager, inside `use_masks`, that disables the dropout of
+        `inner_dropout`."""
         with ExitStack() as stack:
             for _, layer, name in self.inner_dropout():
                 stack.callback(setattr, layer, name, getattr(layer, name))
@@ -256,16 +253,16 @@ class Probe(Protocol):
 
     def natively(self, draw: DrawMask, begins: Callable[[Any], None],
                  seen: Callable[[Any], None]) -> ContextManager:
-        """Inside the block, and inside `watch_layers`, the user's own code
-        calls `net`, which is on one device: passes that train take the masks
-        of dropout from `draw`. Around each that is recorded,
-        ``begins(inputs)`` and ``seen(outputs)`` are called."""
+        """Context manager, inside `watch_layers`, in which user code calls
+        `net` on one device. Training passes take dropout masks from `draw`.
+        ``begins(inputs)`` and ``seen(outputs)`` are called before and after
+        each recorded pass."""
 
     def trains(self, path: str) -> bool | None:
         """Inside `natively`: whether the innermost layer (or function)
-        `path`, which runs now, is in training mode; None where no gradients
-        are recorded."""
+        `path`, which is being called, is in training mode. None if no
+        gradients are recorded."""
 
     def own_parts(self, parts: Sequence[Any]) -> OwnParts:
-        """The parts of a training step of the user's own. TypeError for one
+        """The state of a custom training step. Raises TypeError for an object
         whose state cannot be set."""

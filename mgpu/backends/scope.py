@@ -1,4 +1,4 @@
-"""A context manager that sets the flags of a thread and restores them."""
+"""Context manager that sets and restores flags of the thread."""
 import inspect
 import sys
 import threading
@@ -11,14 +11,14 @@ Flags = tuple[bool | None, ...]
 
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.tasks: list[Any] = []      # in which blocks were entered
+        self.tasks: list[Any] = []      # the tasks that entered blocks
 
 
 _here = _Here()
 
 
 def _task() -> Any:
-    """The asyncio task that this thread runs, or None."""
+    """The running asyncio task of this thread, or None."""
     asyncio = sys.modules.get("asyncio")
     if asyncio is None or asyncio._get_running_loop() is None:
         return None
@@ -26,8 +26,8 @@ def _task() -> Any:
 
 
 def check_task() -> None:
-    """Refuse to compute while another task of this thread awaits inside a
-    block: its flags would hold here (RuntimeError)."""
+    """Raise RuntimeError if another task of this thread awaits inside a
+    block, because the flags of that block would be active here."""
     _check(_task())
 
 
@@ -36,39 +36,39 @@ def _check(task: Any) -> None:
     if tasks and tasks[-1] is not None and tasks[-1] is not task \
             and not tasks[-1].done():
         raise RuntimeError(
-            "record() and no_grad() set flags of the thread, so their blocks "
-            f"hold no await; received another task's: {tasks[-1]!r} awaits "
-            "inside one. Leave the block before each await.")
+            "await is not supported inside record() and no_grad(), which set "
+            f"flags of the thread; {tasks[-1]!r} awaits inside one. Leave the "
+            "block before each await.")
 
 
 class Scope(ContextDecorator):
-    """Writes flags on entry, and the earlier ones on exit.
+    """Context manager and decorator that sets flags, and restores them.
 
-    It is a class and not a generator function: a generator that Ctrl-C cuts
-    short lives on in the traceback, and would write its flags whenever that
-    is dropped.
+    A class instead of a generator function: a generator interrupted by Ctrl-C
+    stays alive in the traceback, and would restore its flags when that is
+    deleted.
 
     Parameters
     ----------
     read : callable
-        Returns the flags of this thread, a tuple.
+        Returns the flags of this thread as a tuple.
     write : callable
-        Sets as many flags; None leaves a flag as it is.
+        Sets the flags. None: unchanged.
     flags : tuple
-        What to write.
+        New values.
 
     Raises
     ------
     RuntimeError
         See `check_task`.
     TypeError
-        It decorates a function whose body runs after the call.
+        The decorated function is a coroutine or generator function.
     """
 
     def __init__(self, read: Callable[[], Flags],
                  write: Callable[..., None], flags: Flags):
         self._read, self._write, self._flags = read, write, flags
-        # A list: a block may be entered again inside itself.
+        # A list, because a block may be reentered.
         self._before: list[Flags] = []
 
     def _recreate_cm(self) -> "Scope":      # each call of a decorated function
@@ -79,9 +79,8 @@ class Scope(ContextDecorator):
                 or inspect.isgeneratorfunction(func) \
                 or inspect.isasyncgenfunction(func):
             raise TypeError(
-                "record() and no_grad() decorate functions that are done "
-                f"when they return; received {func!r}. Write the block "
-                "inside it.")
+                "record() and no_grad() do not decorate coroutines and "
+                f"generators; received {func!r}. Use a block inside it.")
         return super().__call__(func)
 
     def __enter__(self) -> None:
@@ -93,5 +92,5 @@ class Scope(ContextDecorator):
 
     def __exit__(self, *_: Any) -> None:
         self._write(*self._before.pop())
-        if _here.tasks:     # not where another thread closes
+        if _here.tasks:     # empty if another thread exits
             _here.tasks.pop()

@@ -1,8 +1,8 @@
-"""Logical CPU devices that are as strict as GPUs.
+"""Device checks for logical CPU devices.
 
-Logical CPU devices share one memory, so a backend lets through what would
-stop a program on GPUs: torch has one CPU device only, and MXNet's CPU
-contexts may be mixed. `strict_devices` refuses it on any machine.
+Logical CPU devices share memory, so operations that mix them do not raise, as
+they would on GPUs: torch has one CPU device, and MXNet's CPU contexts can be
+mixed. Inside `strict_devices` they raise.
 """
 import contextlib
 from collections.abc import Iterator
@@ -17,59 +17,54 @@ __all__ = ["HOST", "CrossDeviceError", "Ledger", "Place", "flag",
 
 @contextlib.contextmanager
 def strict_devices() -> Iterator[Ledger]:
-    """Inside the block, logical CPU devices refuse what GPUs would.
+    """Context manager that raises for operations across logical devices.
 
-    An operation on arrays of two devices, a replica that shares another
-    one's memory, an array that was handed to a device without being copied
-    there: on logical CPU devices these go unnoticed, and inside this block
-    they are errors. Results stay what they are, to the last bit but for
-    optimizers that take roots (NumPy rounds them otherwise than torch);
-    operations get slower, and it is meant for tests. The environment
-    variable ``MGPU_STRICT_DEVICES=1`` turns it on for the whole of a process.
+    Inside the block, operations on arrays of different devices, replicas that
+    share memory, and arrays used on a device without a copy raise, as on
+    GPUs. Results are bit-identical, except for optimizers with square roots,
+    which NumPy and torch round differently. Operations are slower; use it in
+    tests. ``MGPU_STRICT_DEVICES=1`` enables it for a whole process.
 
-    Legal are: `mgpu.put` and what is built on it (`split_and_load`, the
-    collectives, `initialize`), and ``x[:] = v``, ``x.copy_(v)`` (torch),
-    ``v.copyto(x)`` (MXNet) from one device to another.
+    Allowed are `mgpu.put` and functions that use it (`split_and_load`, the
+    collectives, `initialize`), and ``x[:] = v``, ``x.copy_(v)`` (torch) and
+    ``v.copyto(x)`` (MXNet) between devices.
 
-    Holds for the backend in use and for every other one that is loaded, in
-    the calling thread and in what `mgpu.parallel` and the replicas run for
-    it, until the end of the block, also after an error. Threads that the
-    user starts are not covered. Blocks may be nested; each counts what is
-    copied inside it.
+    The block applies to all loaded backends, in the calling thread and in
+    `mgpu.parallel` and replicas called by it. Threads started by user code
+    are not checked. Blocks may be nested; each counts its copies.
 
     Yields
     ------
     Ledger
-        ``ledger.copied[source, destination]`` counts bytes; where an array
-        came from, or went to, the host, that is ``"host"``.
+        ``ledger.copied[source, destination]``: bytes copied between devices.
+        The host is ``"host"``.
 
     Raises
     ------
     CrossDeviceError
-        Inside the block, by the operation: names the two devices. A
-        `RuntimeError`, as torch raises on GPUs. (A replica that is called
-        with another device's array raises its ValueError, as on GPUs.)
+        Raised in the block by an operation on arrays of two devices; a
+        `RuntimeError`, as torch raises on GPUs. A replica called with an
+        array of another device raises ValueError, as on GPUs.
 
     Notes
     -----
-    *torch.* A memory block belongs to the device that `put`, or a replica,
-    gave it; views share it, results inherit it. Arrays that come from
-    elsewhere (``torch.zeros`` in a forward pass, where ``x.device`` says
-    ``cpu``; anything older than the block) belong to the first device
-    whose arrays they meet in an operation. 0-dim arrays of the host may be
-    combined with anything and stay on the host, as with CUDA; so do index
-    arrays. The backward pass is checked too. Not seen: memory that leaves
-    torch and comes back (``torch.from_numpy(x.numpy())``), two arrays of
-    unknown origin; ``x.cpu()`` is no copy where `x` is on a CPU, so the
-    result still belongs to its logical device: use `mgpu.to_numpy`.
+    *torch.* A memory block belongs to the device of the `put` or replica that
+    allocated it; views share the device, results inherit it. Other arrays
+    (``torch.zeros`` in a forward pass, arrays created before the block)
+    belong to the device of the first operation that combines them with arrays
+    of a device. 0-dim host arrays and index arrays may be combined with any
+    device and stay on the host, as with CUDA. The backward pass is checked.
+    Not detected: memory that is converted to another library and back
+    (``torch.from_numpy(x.numpy())``), and operations on two arrays without a
+    device. ``x.cpu()`` does not copy a CPU array, so the result belongs to
+    the logical device of `x`; use `mgpu.to_numpy`.
 
-    *MXNet.* Arrays have contexts; every call into the library from the
-    covered threads is checked (``mx.nd``, ``mx.np``, hybridized networks:
-    there the inputs and parameters of the whole). Not seen, because no
-    Python runs there: the operations of a backward pass, and the inside of
-    a hybridized network; their copies are not counted. Gluon's own
-    ``initialize`` fills parameters on ``cpu(0)`` and copies them; those
-    bytes are counted.
+    *MXNet.* Every call into the library from the checked threads is checked
+    (``mx.nd``, ``mx.np``, and the inputs and parameters of hybridized
+    networks). Operations of the backward pass and inside hybridized networks
+    are not checked, and their copies not counted, because they run outside of
+    Python. ``initialize`` of Gluon fills parameters on ``cpu(0)`` and copies
+    them; those bytes are counted.
     """
     registry.get_backend()      # loads it
     ledger = Ledger()

@@ -1,4 +1,4 @@
-"""What stands where a network stood."""
+"""Base class of wrappers around a network."""
 import copy
 import functools
 from collections.abc import Callable, Iterable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Wrapper:
-    """Stands for the network `module`: attributes and items are its own.
+    """Wrapper that delegates attributes and items to `module`.
 
     Attributes
     ----------
@@ -14,7 +14,7 @@ class Wrapper:
     """
 
     module: Any
-    _remake: Callable[[Any], Any]       # the same of another network
+    _remake: Callable[[Any], Any]       # wraps another network
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["module"], name)
@@ -42,8 +42,8 @@ class Wrapper:
 
 
 def delegate(cls: type, base: type, names: Iterable[str]) -> None:
-    """Let methods of `base` be those of the network that a `cls` wraps; one
-    that returns the network returns the wrapper."""
+    """Delegate the methods `names` of `base` to the wrapped network in `cls`.
+    A method that returns the network returns the wrapper instead."""
     def delegated(name: str) -> Callable[..., Any]:
         @functools.wraps(getattr(base, name))
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:

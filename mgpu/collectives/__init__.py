@@ -1,9 +1,9 @@
-"""Collectives over a list with one array per device, for both backends.
+"""Collectives over lists of arrays, one array per device.
 
-They run in place and return None, as in the book, unless they say that they
-return something. Each takes its sums in a fixed order, which its strategy
-names (`mgpu.collectives.strategies`), so that a run can be repeated bit for
-bit. Differentiable forms that return new arrays are in `mgpu.functional`.
+They work in place and return None unless stated otherwise. Sums have a fixed
+order, documented by the strategy (`mgpu.collectives.strategies`), so runs are
+reproducible bit for bit. `mgpu.functional` has differentiable versions that
+return new arrays.
 """
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -32,11 +32,11 @@ ALGORITHMS = STRATEGIES
 
 @contextlib.contextmanager
 def _written(lists: Sequence[list[Array]]) -> Iterator[list[list[Array]]]:
-    """`lists` in the form that can be written to in the block, where nothing
-    is recorded."""
+    """Views of the arrays in `lists`, writable with ``x[:]``. Gradients are
+    not recorded in the block."""
     backend = get_backend()
     with backend.scope(recording=False):
-        # There is nothing to do for empty arrays, and mx.nd refuses to do it.
+        # Empty arrays are left out: mx.nd raises for them.
         # ``x[:]`` needs an axis.
         yield [[x if x.shape else backend.ops.flat_view(x) for x in data]
                for data in lists if 0 not in data[0].shape]
@@ -44,37 +44,37 @@ def _written(lists: Sequence[list[Array]]) -> Iterator[list[list[Array]]]:
 
 def allreduce(data: list[Array], *, op: str = "sum",
               algorithm: str | AllReduce = "auto", root: int = 0) -> None:
-    """Reduce over all elements of `data` and leave the result in each.
+    """Reduce the arrays in `data` so that each holds the result.
 
-    It works in place on every element and rebinds nothing, so arrays that
-    the caller holds elsewhere see the result. It is not recorded: no gradient
-    passes (use `mgpu.functional.allreduce` for that).
+    The arrays are modified in place. The operation is not recorded for
+    autograd; `mgpu.functional.allreduce` is.
 
     Parameters
     ----------
     data : list of native arrays
-        One per device, of one shape and dtype.
+        One per device, all of the same shape and dtype.
     op : {"sum", "mean", "max", "min"}
     algorithm : {"auto", "naive", "tree", "ring", "sharded", "native"} or \
 AllReduce
-        Who adds what, and so the order of additions: see
-        `mgpu.collectives.strategies`. All give the same bits where the sums
-        are exact. "auto" works directly in the memory of CPU devices, once
-        all queued work is done; on CUDA cards it is NCCL.
+        Determines the order of additions, see `mgpu.collectives.strategies`.
+        All algorithms return the same bits where the sums are exact. "auto"
+        waits for queued work and then works in the memory of CPU devices; on
+        CUDA cards it uses NCCL.
     root : int
-        The device on which "naive" and "tree" collect. The gradients of many
-        parameters are best collected on different devices: see
+        Index of the device that "naive" and "tree" collect on. For the
+        gradients of many parameters choose different devices, see
         `mgpu.assign_roots`.
 
     Raises
     ------
-    TypeError, ValueError
-        No list, different shapes or dtypes, an array of the other
-        framework, arrays that share memory or interleave there, an expanded
-        or sparse array, an unknown op or algorithm, an impossible root, a
-        mean of integers, any reduction of booleans; with "ring" and
-        "sharded" a tensor that is not contiguous; with "native" what the
-        framework has no collective for. Nothing has changed then.
+    TypeError
+        `data` is not a list, or holds an array of the other framework.
+    ValueError
+        Different shapes or dtypes; arrays that overlap in memory; an expanded
+        or sparse array; an unknown op or algorithm; an invalid root; a mean
+        of integers; booleans; with "ring" and "sharded" a tensor that is not
+        contiguous; with "native" an operation that the framework does not
+        support. No array has changed.
     """
     arrays = check_list(data)
     check_root(root, len(arrays))
@@ -83,16 +83,17 @@ AllReduce
 
 def allreduce_many(lists: Sequence[list[Array]], *, op: str = "sum",
                    algorithm: str | AllReduce = "auto") -> None:
-    """`allreduce` of many lists, as of all gradients of a network.
+    """`allreduce` of many lists, for example all gradients of a network.
 
-    CPU devices share the work evenly. Elsewhere different lists are collected
-    on different devices (`assign_roots`), so that no device's link carries
-    all of it. `Trainer` sums its gradients by this function.
+    CPU devices share the work evenly. On other devices, the lists are
+    collected on different devices (`assign_roots`), which balances the
+    traffic. `Trainer` sums gradients with this function.
 
     Parameters
     ----------
     lists : sequence of lists of native arrays
-        ``lists[j][i]``: array j on device i; as many devices in each.
+        ``lists[j][i]`` is array j on device i. All lists have the same
+        length.
     op : {"sum", "mean", "max", "min"}
     algorithm
         As for `allreduce`.
@@ -100,15 +101,15 @@ def allreduce_many(lists: Sequence[list[Array]], *, op: str = "sum",
     Raises
     ------
     TypeError, ValueError
-        As `allreduce`, and for lists of different lengths. Nothing has
-        changed then.
+        As `allreduce`, and for lists of different lengths. No array has
+        changed.
     """
     _allreduce(lists, op, algorithm)
 
 
 def _allreduce(lists: Sequence[Any], op: str, algorithm: str | AllReduce,
                root: int | None = None) -> None:
-    """`root`: the device that all lists are collected on."""
+    """`root`: index of the device that all lists are collected on."""
     columns = [check_reducible(data, op) for data in lists]
     strategy = strategy_of(algorithm)
     lengths = sorted({len(column) for column in columns})
@@ -125,14 +126,13 @@ def _allreduce(lists: Sequence[Any], op: str, algorithm: str | AllReduce,
     if any(x is not y for data, own in zip(views, given)
            for x, y in zip(data, own)):
         raise RuntimeError(
-            "a strategy writes its result into the arrays that it is given; "
-            f"received other arrays in the lists of {strategy!r}. Write "
-            "x[:] = result.")
+            "a strategy must write its result into the arrays of its lists; "
+            f"{strategy!r} has replaced some of them. Write x[:] = result.")
 
 
 def broadcast(data: list[Array], *, root: int = 0) -> None:
-    """Copy element `root` into every other element, in place. Raises as
-    `allreduce` does."""
+    """Copy ``data[root]`` into the other arrays, in place. Raises the errors
+    of `allreduce`."""
     arrays = check_list(data)
     check_root(root, len(arrays))
     with _written([arrays]) as lists:
@@ -141,8 +141,8 @@ def broadcast(data: list[Array], *, root: int = 0) -> None:
 
 
 def reduce(data: list[Array], *, op: str = "sum", root: int = 0) -> None:
-    """Leave the reduction in element `root`, in place; the others stay as
-    they are. Raises as `allreduce` does."""
+    """Reduce the arrays into ``data[root]``, in place. The other arrays are
+    unchanged. Raises the errors of `allreduce`."""
     arrays = check_reducible(data, op)
     check_root(root, len(arrays))
     with _written([arrays]) as lists:
@@ -151,19 +151,26 @@ def reduce(data: list[Array], *, op: str = "sum", root: int = 0) -> None:
 
 
 def allgather(data: list[Array], *, axis: int = 0) -> list[Array]:
-    """Join all elements along `axis`, nothing added, on every device.
+    """Concatenate the arrays along `axis`, on every device.
+
+    Parameters
+    ----------
+    data : list of native arrays
+        One per device, of the same dtype. Shapes may differ in `axis`.
+    axis : int
 
     Returns
     -------
     list of native arrays
-        K fresh arrays, element i on the device of ``data[i]``. Lengths along
-        `axis` may differ.
+        New arrays, element i on the device of ``data[i]``.
 
     Raises
     ------
-    TypeError, ValueError
-        No list, an array of the other framework, an axis that is not there,
-        or arrays that differ in another axis or in their dtype.
+    TypeError
+        `data` is not a list, or holds an array of the other framework.
+    ValueError
+        Different dtypes, shapes that differ in another axis, or an invalid
+        axis.
     """
     arrays = check_joinable(data, axis)
     with get_backend().scope(recording=False):
@@ -171,30 +178,32 @@ def allgather(data: list[Array], *, axis: int = 0) -> list[Array]:
 
 
 def gathered(data: list[Array], axis: int) -> list[Array]:
-    """`allgather` of checked arrays, recorded where the caller records."""
+    """`allgather` without checks. Recorded for autograd if the caller
+    records."""
     backend = get_backend()
     return [backend.ops.concat([backend.put(x, here) for x in data], axis)
             for here in data]
 
 
 def reducescatter(data: list[Array], *, op: str = "sum") -> list[Array]:
-    """Reduce over all elements; device i keeps slice i along axis 0.
+    """Reduce the arrays and return slice i along axis 0 on device i.
 
     Returns
     -------
     list of native arrays
-        K fresh arrays; slice bounds as in `mgpu.shard_bounds`, so slices
-        are empty where axis 0 is shorter than K. `data` stays unchanged.
-        Slice i is summed as ``x[i] + x[0] + x[1] ...``.
+        New arrays, one per device. `mgpu.shard_bounds` gives the bounds of
+        the slices; slices are empty if axis 0 is shorter than the number of
+        devices. `data` is unchanged. Slice i is summed as
+        ``x[i] + x[0] + x[1] ...``.
 
     Raises
     ------
     TypeError, ValueError
-        As `allreduce` does, and for arrays without an axis.
+        As `allreduce`, and for arrays without axes.
     """
     arrays = check_reducible(data, op)
     if not arrays[0].shape:
-        raise ValueError("reducescatter cuts along axis 0; received "
+        raise ValueError("reducescatter splits along axis 0; received "
                          f"{forms(arrays)}. Use mgpu.allreduce.")
     backend, k = get_backend(), len(arrays)
     bounds = shard_bounds(arrays[0].shape[0], k)
@@ -210,22 +219,28 @@ def reducescatter(data: list[Array], *, op: str = "sum") -> list[Array]:
 
 
 def assign_roots(sizes: Sequence[int], k: int) -> list[int]:
-    """On which of `k` devices to aggregate each array.
+    """Choose the device, of `k`, to collect each array on.
 
-    Parameter i goes to device ``i % k`` when all are equally large (an
-    exercise of the book). In general the largest array comes first, and each
-    goes to the device with the fewest bytes so far, so that no device's link
-    carries much more than its share.
+    The arrays are assigned by decreasing size, each to the device with the
+    fewest bytes so far, which balances the traffic. Arrays of equal size go
+    to device ``i % k`` (an exercise of the book).
 
     Parameters
     ----------
     sizes : sequence of int
-        Bytes, or elements, of each array.
+        Size of each array, in bytes or elements.
+    k : int
+        Number of devices.
 
     Returns
     -------
     list of int
-        A number of a device for each array, in the order of `sizes`.
+        Device index for each array, in the order of `sizes`.
+
+    Raises
+    ------
+    ValueError
+        `k` is not an integer of 1 or more.
     """
     if not is_integer(k, 1):
         raise ValueError("the number of devices must be a whole number, 1 or "

@@ -1,4 +1,4 @@
-"""What collectives refuse, before anything changes."""
+"""Argument checks of the collectives."""
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +18,7 @@ def _native_list(data: Any) -> list[Array]:
     if backend.is_native(data) or not isinstance(data, (list, tuple)):
         raise TypeError(
             "data must be a list with one array per device; received "
-            f"{type(data).__name__}. Make one with mgpu.split_and_load, or "
+            f"{type(data).__name__}. Create one with mgpu.split_and_load, or "
             "with mgpu.put(x, device) for each device.")
     if not data:
         raise ValueError("data must hold at least one array; received an "
@@ -28,41 +28,42 @@ def _native_list(data: Any) -> list[Array]:
 
 
 def dtype_name(x: Array) -> str:
-    """``"float32"``, however the array spells its dtype."""
+    """Name of the dtype, such as "float32"."""
     name = getattr(x.dtype, "__name__", None) or str(x.dtype)
     return name.split(".")[-1].rstrip("_")
 
 
 def forms(arrays: list[Array]) -> str:
-    """Shapes and dtypes, for a message."""
+    """Shapes and dtypes as text, for a message."""
     return ", ".join(f"{tuple(x.shape)} {dtype_name(x)}" for x in arrays)
 
 
 def check_list(data: Any) -> list[Array]:
-    """`data` as a list of native arrays of one shape and dtype (TypeError,
-    ValueError)."""
+    """`data` as a list of native arrays of the same shape and dtype. Raises
+    TypeError or ValueError."""
     arrays = _native_list(data)
     shape, dtype = arrays[0].shape, arrays[0].dtype
     if any(x.shape != shape or x.dtype != dtype for x in arrays[1:]):
         raise ValueError("data must hold arrays of one shape and dtype; "
-                         f"received {forms(arrays)}. Bring them to one.")
+                         f"received {forms(arrays)}. Convert them.")
     return arrays
 
 
 def check_op(arrays: list[Array], op: str, ops: Sequence[str] = OPS) -> None:
-    """ValueError for an unknown `op`, or one that `arrays` cannot have."""
+    """Raise ValueError if `op` is unknown or does not support the dtype of
+    `arrays`."""
     if op not in ops:
         raise ValueError(f"unknown op; received {op!r}. Use one of "
                          f"{', '.join(map(repr, ops))}.")
     dtype = dtype_name(arrays[0])
     if "complex" in dtype and op in ("max", "min"):
         raise ValueError(
-            f"complex numbers have no order, and so no {op}; received "
-            f"{forms(arrays)}. Reduce their sizes, or real and imaginary "
-            "parts.")
+            f"{op} is not defined for complex numbers; received "
+            f"{forms(arrays)}. Reduce their absolute values, or real and "
+            "imaginary parts.")
     if dtype == "bool" or (op == "mean" and "int" in dtype):
         raise ValueError(
-            f"the {op} of {dtype} arrays is not of that dtype; received "
+            f"{op} does not support {dtype} arrays; received "
             f"{forms(arrays)}. Convert them first, for example with "
             "mgpu.functional.astype(x, 'float32').")
 
@@ -75,15 +76,15 @@ def check_reducible(data: Any, op: str) -> list[Array]:
 
 
 def check_root(root: int, k: int) -> None:
-    """ValueError unless `root` is the number of one of `k` devices."""
+    """Raise ValueError unless `root` is the index of one of `k` devices."""
     if not is_integer(root, 0) or root >= k:
-        raise ValueError(f"root must be the number of a device, 0 to "
+        raise ValueError(f"root must be a device index, 0 to "
                          f"{k - 1}; received {root!r}.")
 
 
 def check_apart(arrays: list[Array]) -> list[Array]:
-    """`arrays`, which a collective is to write: ValueError unless each of
-    their elements has a place of its own in memory."""
+    """`arrays`, the output of a collective. Raises ValueError if elements
+    share memory."""
     backend = get_backend()
     for x in arrays:
         backend.check_writable(x)
@@ -98,8 +99,8 @@ def check_joinable(data: Any, axis: int) -> list[Array]:
         if not -len(x.shape) <= axis < len(x.shape):
             raise ValueError(
                 f"an array of shape {tuple(x.shape)} has no axis {axis} to "
-                f"join along; received {forms(arrays)}. Use an axis that "
-                "all have.")
+                f"concatenate along; received {forms(arrays)}. Use an axis "
+                "of all arrays.")
     def form(x: Array) -> tuple[Any, ...]:
         along = axis % len(x.shape)
         return (dtype_name(x), tuple(x.shape[:along]),
@@ -107,5 +108,5 @@ def check_joinable(data: Any, axis: int) -> list[Array]:
     if len(set(map(form, arrays))) > 1:
         raise ValueError(
             f"data must hold arrays of one dtype that differ only in axis "
-            f"{axis}; received {forms(arrays)}. Bring them to one.")
+            f"{axis}; received {forms(arrays)}. Convert them.")
     return arrays

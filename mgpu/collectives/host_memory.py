@@ -1,13 +1,12 @@
-"""Reductions and updates in the host's memory, block by block.
+"""Blockwise reductions and updates in host memory.
 
-CPU devices are parts of one host and have its memory in common. There a
-thread per core goes through all arrays of its share in blocks that stay in
-the core's cache: each array is read from memory once and written once. The
-formulas are those of the backends, in NumPy, once for both backends.
+CPU devices share the memory of the host. One thread per core processes its
+share of the arrays in blocks that fit into the core's cache, so each array is
+read and written once. The formulas use NumPy, for both backends.
 
-A function here returns False, and does nothing, where the backend gives no
-views of the arrays (`Backend.host_views`): on GPUs, for example, and inside
-`mgpu.strict_devices`, which is to see every copy.
+The functions return False, and have no effect, if the backend has no views of
+the arrays (`Backend.host_views`): on GPUs, and inside `mgpu.strict_devices`,
+which must see every copy.
 """
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,25 +20,25 @@ from mgpu.data.split import shard_bounds
 from mgpu.utils import probes
 from mgpu.utils.environment import cpu_cores
 
-#: a share smaller than this (bytes of one array) is not worth a thread
+#: minimum bytes of one array for each thread
 SHARE = 1 << 20
-#: bytes of one block of all arrays of a reduction together: they stay in a
-#: core's own cache, and are large enough that calling NumPy costs little
+#: bytes of a block, summed over the arrays of a reduction: small enough for a
+#: core's cache, large enough that the overhead of NumPy calls is small
 REDUCE_BLOCK = 1 << 20
-#: bytes of a block of each array of an update
+#: bytes of a block of each array in an update
 UPDATE_BLOCK = 1 << 17
 
 
 def threads_for(size: int, k: int) -> int:
-    """How many of `k` devices' threads should share work on `size` bytes."""
+    """Number of threads, at most `k`, for work on `size` bytes."""
     return max(1, min(k, cpu_cores(), size // SHARE))
 
 
 def _run_on_blocks(backend: Backend, columns: Sequence[list[Array]],
                    written: Sequence[Array], threads: int, size: int,
                    work: Callable[[int, list[np.ndarray]], None]) -> bool:
-    """Call ``work(number of the column, a block of each of its arrays)`` for
-    all blocks of `size` bytes of all columns, on up to `threads` threads."""
+    """Call ``work(j, blocks)`` with a block of each array in column j, for
+    all blocks of `size` bytes, on up to `threads` threads."""
     views = []
     for column in columns:
         found = backend.host_views(column)
@@ -56,9 +55,10 @@ def _run_on_blocks(backend: Backend, columns: Sequence[list[Array]],
 
 def work_on(columns: Sequence[list[np.ndarray]], begin: int, end: int,
              size: int, work: Callable[[int, list[np.ndarray]], None]) -> None:
-    """The bytes from `begin` to `end`, counted over all columns."""
+    """Call `work` for the bytes from `begin` to `end`, counted over all
+    columns."""
     probes.at_once()
-    with np.errstate(all="ignore"):     # as the backends: NaN says enough
+    with np.errstate(all="ignore"):     # as the backends, which do not warn
         for j, column in enumerate(columns):
             itemsize, n = column[0].itemsize, len(column[0])
             low, high = [min(max(x, 0) // itemsize, n) for x in (begin, end)]
@@ -76,8 +76,8 @@ _IN_PLACE: dict[str, np.ufunc] = {
 
 def allreduce(backend: Backend, columns: Sequence[list[Array]], op: str
               ) -> bool:
-    """Reduce each list of arrays and leave the result in all of its
-    elements. The order of additions is ``x[0] + x[1] + ...``."""
+    """Reduce each list of arrays so that all its arrays hold the result. The
+    sum is ``x[0] + x[1] + ...``."""
     def reduce(_: int, block: list[np.ndarray]) -> None:
         first, *others = block
         for x in others:
@@ -94,17 +94,17 @@ def allreduce(backend: Backend, columns: Sequence[list[Array]], op: str
 # -- updates ------------------------------------------------------------------
 
 class Update(NamedTuple):
-    """What an optimizer is to do to one parameter."""
+    """Update of one parameter by an optimizer."""
 
     name: str
     weight: Array
     gradient: Array
     lr: float
     wd: float
-    t: int                      # this parameter's updates, with this one
+    t: int                      # number of this update, from 1
 
 
-#: what update rules need of `Ops`, on NumPy arrays
+#: the `Ops` of the update rules, for NumPy arrays
 HOST_OPS: Any = SimpleNamespace(
     abs=np.abs, sign=np.sign, sqrt=np.sqrt, exp=np.exp, log=np.log,
     maximum=np.maximum, minimum=np.minimum, zeros_like=np.zeros_like,
@@ -116,17 +116,19 @@ HOST_OPS: Any = SimpleNamespace(
 def update(backend: Backend, optimizer: Any, work: Sequence[Update],
            states: dict[str, dict[str, Any]], scale: float,
            loss_scale: float) -> bool:
-    """Do `work` by the rule of an elementwise `optimizer`, for gradients
-    times `scale` and divided by `loss_scale`, on all cores.
+    """Apply an elementwise `optimizer` on all cores, in place.
 
     Parameters
     ----------
+    work : sequence of Update
     states : dict
-        The optimizer's state by the name of the parameter; updated.
+        Optimizer state by parameter name. Modified in place.
+    scale, loss_scale : float
+        Gradients are divided by `loss_scale`, then multiplied by `scale`.
     """
     slots = [[s for s, x in states[one.name].items() if backend.is_native(x)]
              for one in work]
-    #: numbers that the rule has replaced, the same for every block
+    #: numbers in the state that the rule replaces, equal in all blocks
     numbers: list[dict[str, Any]] = [{} for _ in work]
 
     def apply(j: int, block: list[np.ndarray]) -> None:
@@ -149,9 +151,9 @@ def update(backend: Backend, optimizer: Any, work: Sequence[Update],
 
 
 def _unscaled(gradient: np.ndarray, loss_scale: float) -> np.ndarray:
-    # A division of its own, not joined with that by the batch size: NumPy
-    # brings a number to the array's dtype first, and in float16 the two
-    # together are a few bits, or zero. The scale may be beyond float16.
+    # Not combined with the division by the batch size: NumPy casts a scalar
+    # to the array's dtype first, and in float16 the product has few bits, or
+    # is zero. The scale may exceed the range of float16.
     if loss_scale == 1.0:
         return gradient
     wide = np.promote_types(gradient.dtype, np.float32)

@@ -1,4 +1,4 @@
-"""A reduction over the devices of all processes: the seam of `Trainer`."""
+"""Reduction over the devices of all processes."""
 from collections.abc import Sequence
 from functools import partial
 
@@ -10,18 +10,21 @@ from mgpu.collectives.strategies import (AllReduce, allreduce_by, pack,
                                          unpack)
 from mgpu.distributed.world import Span
 
-#: bytes from which an array is exchanged by itself, where it lies; smaller
-#: ones share a message, because each message costs a tenth of a millisecond
+#: bytes from which an array is exchanged alone and in place; smaller arrays
+#: share a message, because each message costs a tenth of a millisecond
 LARGE = 1 << 20
-#: bytes of small arrays in a message, at most
+#: maximum bytes of the small arrays in a message
 BUCKET = 32 << 20
 
 
 class OverProcesses(AllReduce):
-    """`local` sums over this process's devices; the sums are added up over
-    the processes, and every device gets the result. Large arrays are added up
-    where they lie, small ones in flat buckets of one dtype, all in the order
-    of the arrays. A meeting has come before it."""
+    """Allreduce over the devices of all processes.
+
+    `local` reduces over the devices of each process, then the results are
+    reduced over the processes. Large arrays are reduced in place, small ones
+    in flat buckets of one dtype, in the order of the lists. The processes
+    have synchronized before the call.
+    """
 
     divides = reaches_further = True
 
@@ -72,8 +75,8 @@ class OverProcesses(AllReduce):
                 x[...] = first
 
     def _natively(self, data: list[Array], op: str, count: int) -> None:
-        """An array that the host has no view of, as on a GPU: in the
-        framework's own collective, else through a copy on the host."""
+        """Reduce an array without a host view, as on a GPU: with the
+        framework's collective if it supports it, or through a host copy."""
         backend, world = get_backend(), self._span.world
         if not world.reduce_native(data[0], op):
             host = backend.to_numpy(data[0])
@@ -86,15 +89,15 @@ class OverProcesses(AllReduce):
 
 
 def over_processes(local: AllReduce, span: Span) -> AllReduce:
-    """`local`, over the devices of all processes where there are several."""
+    """`local`, extended to the devices of all processes of the job."""
     return OverProcesses(local, span) if span.wide else local
 
 
 def share_values(columns: Sequence[list[Array]], span: Span, root: int = 0,
                  source: int = 0, into: Sequence[int] | None = None) -> None:
-    """After a meeting: copy rank `root`'s arrays on its device `source` to
-    the devices `into` of this rank, all by default. Each list holds one array
-    for each device of this rank."""
+    """Copy the arrays on device `source` of rank `root` to the devices `into`
+    of this rank (default: all). The processes have synchronized before the
+    call. Each list holds one array per device of this rank."""
     backend = get_backend()
     with span.world.together(), backend.scope(recording=False):
         for arrays in columns:
@@ -102,7 +105,7 @@ def share_values(columns: Sequence[list[Array]], span: Span, root: int = 0,
             if not host.size:
                 continue
             own = host.reshape(-1).copy()
-            # As bytes: every dtype goes, and no bit changes.
+            # As bytes: for all dtypes, without rounding.
             span.world.broadcast(own.view(np.uint8), root)
             for x in arrays if into is None else [arrays[i] for i in into]:
                 x[...] = backend.put(own.reshape(host.shape), x)

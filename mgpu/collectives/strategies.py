@@ -1,22 +1,22 @@
-"""How a reduction is done: the strategies of `mgpu.allreduce` and `Trainer`.
+"""Allreduce strategies of `mgpu.allreduce` and `Trainer`.
 
 =========  ==============  ==================================================
-name       strategy        who adds what
+name       strategy        algorithm
 =========  ==============  ==================================================
-"auto"     `Auto`          the fastest of those below for the arrays at hand
-"naive"    `Naive`         the book's: all to one device, then back
+"auto"     `Auto`          the fastest available one for the arrays
+"naive"    `Naive`         collect on one device, then broadcast (the book's)
 "tree"     `Tree`          pairs, then pairs of pairs
-"ring"     `Ring`          each device adds a chunk at a time and passes it on
-"sharded"  `Sharded`       device i adds slice i of all; all fetch it
-"native"   `Native`        the framework's own collective: NCCL, or kvstore
-(none)     `HostMemory`    cores share the work in the memory of CPU devices
-(none)     `Balanced`      each array on one device; they share the arrays
+"ring"     `Ring`          chunks are added along a ring of devices
+"sharded"  `Sharded`       device i adds slice i; then all-gather
+"native"   `Native`        the framework's collective: NCCL, or kvstore
+(none)     `HostMemory`    one thread per core, in the memory of CPU devices
+(none)     `Balanced`      each array on one device, different ones for each
 (none)     `Buckets`       NCCL over flat buckets, for CUDA cards
 =========  ==============  ==================================================
 
-A strategy of your own is a class with one method, `allreduce_list` or, if it
-treats many arrays together, `allreduce`. Pass an object of it as
-``algorithm=`` of `mgpu.allreduce` or as ``allreduce=`` of `Trainer`.
+A custom strategy is a subclass of `AllReduce` with one method: either
+`allreduce_list`, or `allreduce` to reduce many arrays together. Pass an
+instance as ``algorithm=`` of `mgpu.allreduce` or ``allreduce=`` of `Trainer`.
 """
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -31,35 +31,35 @@ from mgpu.data.split import shard_bounds
 
 
 class AllReduce:
-    """A way to reduce arrays over devices and leave the result on each.
+    """Base class of allreduce strategies.
 
-    What the methods receive has been checked: each list holds one native
-    array per device, of one shape and dtype, with one element or more, and
-    at least one axis. Nothing is recorded. `op` is "sum", "max" or "min",
-    and the caller divides for a mean, unless the class sets `divides`. A
-    strategy writes one of the two methods.
+    A subclass implements `allreduce_list` or `allreduce`. Their arguments
+    have been checked: each list holds one native array per device, all of one
+    shape and dtype, not empty and with at least one axis. Gradients are not
+    recorded. `op` is "sum", "max" or "min"; for a mean the caller divides,
+    unless the class sets `divides`.
     """
 
-    #: whether it takes `op` "mean" too, because it can divide at less cost
+    #: whether `op` "mean" is supported, because dividing here costs less
     divides = False
-    #: whether it adds what is not in the lists, so that it has work to do
-    #: for one device too
+    #: whether arrays of other processes are added, which is work for a
+    #: single device too
     reaches_further = False
 
     def check(self, data: list[Array]) -> None:
-        """Refuse a list that this strategy cannot reduce (ValueError). It is
-        asked about every list before the first one is changed."""
+        """Raise ValueError if the strategy does not support the list. Called
+        for all lists before the first one changes."""
 
     def allreduce(self, lists: Sequence[list[Array]], op: str,
                   roots: Sequence[int]) -> None:
-        """Reduce each of `lists`, in place. ``roots[j]`` is the device that
-        list j is best collected on, if the strategy collects at all."""
+        """Reduce each of `lists`, in place. ``roots[j]`` is the index of the
+        device to collect list j on, for strategies that collect."""
         for data, root in zip(lists, roots, strict=True):
             self.allreduce_list(data, op, root)
 
     def allreduce_list(self, data: list[Array], op: str, root: int) -> None:
         """Reduce one list, in place."""
-        raise NotImplementedError("a strategy has a method allreduce_list("
+        raise NotImplementedError("a strategy must implement allreduce_list("
                                   "data, op, root) or allreduce(lists, op, "
                                   f"roots); {self!r} has neither.")
 
@@ -80,7 +80,7 @@ def combine(op: str, into: Array, other: Array) -> None:
 
 
 def reduce_to(data: list[Array], op: str, root: int) -> None:
-    """Leave the reduction in element `root`: ``x[root] + x[0] + x[1] ...``."""
+    """Reduce into ``data[root]``, as ``x[root] + x[0] + x[1] ...``."""
     for i, x in enumerate(data):
         if i != root:
             combine(op, data[root], x)
@@ -89,7 +89,7 @@ def reduce_to(data: list[Array], op: str, root: int) -> None:
 
 
 def broadcast_from(data: list[Array], root: int) -> None:
-    """Copy element `root` into every other element."""
+    """Copy ``data[root]`` into the other arrays."""
     for i, x in enumerate(data):
         if i != root:
             x[:] = data[root]
@@ -97,8 +97,8 @@ def broadcast_from(data: list[Array], root: int) -> None:
 
 def allreduce_by(strategy: AllReduce, lists: Sequence[list[Array]], op: str,
                  roots: Sequence[int]) -> None:
-    """`strategy.allreduce`, after all checks, and the division that it
-    leaves to its caller."""
+    """Check the lists, call `strategy.allreduce`, and divide for a mean if
+    the strategy does not."""
     check_apart([x for data in lists for x in data])
     for data in lists:
         strategy.check(data)
@@ -112,8 +112,8 @@ def allreduce_by(strategy: AllReduce, lists: Sequence[list[Array]], op: str,
 
 
 class Naive(AllReduce):
-    """All to `root`, then back. The sum is ``x[root] + x[0] + x[1] ...``.
-    This is how the book does it."""
+    """Collect on `root`, then broadcast; the book's algorithm. The sum is
+    ``x[root] + x[0] + x[1] ...``."""
 
     def allreduce_list(self, data: list[Array], op: str, root: int) -> None:
         reduce_to(data, op, root)
@@ -121,8 +121,9 @@ class Naive(AllReduce):
 
 
 class Tree(AllReduce):
-    """Pairs, then pairs of pairs: log2(K) rounds up and as many down. The
-    sum is ``(x[0] + x[1]) + (x[2] + x[3])``, counted from `root`."""
+    """Reduce pairs, then pairs of pairs: log2(K) rounds to reduce and as many
+    to broadcast. The sum is ``(x[0] + x[1]) + (x[2] + x[3])``, with indices
+    relative to `root`."""
 
     def allreduce_list(self, data: list[Array], op: str, root: int) -> None:
         k = len(data)
@@ -139,15 +140,15 @@ class Tree(AllReduce):
 
 
 def chunks_of(data: list[Array]) -> list[list[Array]]:
-    """``chunks[i][c]``: chunk c of element i, a view; K chunks of each."""
+    """K chunks of each of the K arrays: ``chunks[i][c]`` is a view."""
     flat = [get_backend().ops.flat_view(x) for x in data]
     bounds = shard_bounds(len(flat[0]), len(data))
     return [[x[begin:end] for begin, end in bounds] for x in flat]
 
 
 class Sharded(AllReduce):
-    """Device c reduces slice c of all, ``x[c] + x[0] + x[1] ...``, and every
-    device fetches it: reduce-scatter, then all-gather."""
+    """Reduce-scatter, then all-gather. Device c reduces slice c, as
+    ``x[c] + x[0] + x[1] ...``."""
 
     def check(self, data: list[Array]) -> None:
         chunks_of(data)
@@ -158,15 +159,17 @@ class Sharded(AllReduce):
                 self.allreduce_chunk(list(column), op, c)
 
     def allreduce_chunk(self, column: list[Array], op: str, c: int) -> None:
-        """Reduce chunk `c` of all devices, in place."""
+        """Reduce chunk `c` over the devices, in place."""
         reduce_to(column, op, c)
         broadcast_from(column, c)
 
 
 class Ring(Sharded):
-    """K - 1 steps reduce chunk c around the ring, ending on device
-    ``c - 1``, and K - 1 steps pass the result on (Patarasu and Yuan, 2009).
-    The sum of chunk c is ``x[c] + x[c+1] + ... + x[c-1]``."""
+    """Ring allreduce (Patarasu and Yuan, 2009).
+
+    K - 1 steps reduce chunk c along the ring, ending on device ``c - 1``, and
+    K - 1 steps broadcast the result. The sum of chunk c is
+    ``x[c] + x[c+1] + ... + x[c-1]``."""
 
     def allreduce_chunk(self, column: list[Array], op: str, c: int) -> None:
         ring = column[c:] + column[:c]
@@ -177,18 +180,22 @@ class Ring(Sharded):
 
 
 class Native(AllReduce):
-    """The framework's own collective, list by list: NCCL through torch,
-    where each array is on a CUDA card of its own; MXNet's kvstore, which
-    takes sums only. Their order of additions is their own."""
+    """The framework's collective, called for each list.
+
+    PyTorch: NCCL, if each array is on a different CUDA card. MXNet: kvstore,
+    which supports sums only. The framework determines the order of
+    additions."""
 
     def allreduce_list(self, data: list[Array], op: str, root: int) -> None:
         get_backend().library_allreduce(data, op)
 
 
 class Buckets(AllReduce):
-    """The framework's own collective over flat buckets: arrays of one dtype
-    are copied into one array per device, of up to `bucket_bytes`, reduced
-    together and copied back, so that many small arrays cost few calls."""
+    """The framework's collective over flat buckets.
+
+    Arrays of one dtype are copied into one array per device, of up to
+    `bucket_bytes`, reduced together and copied back. Many small arrays need
+    few calls."""
 
     def __init__(self, bucket_bytes: int = 25 << 20):
         self.bucket_bytes = bucket_bytes
@@ -210,24 +217,25 @@ class Buckets(AllReduce):
 
 def pack(lists: Sequence[list[Array]], limit: int
          ) -> list[list[list[Array]]]:
-    """Lists of one dtype, in their order, in buckets of up to `limit` bytes
-    of each device."""
+    """Group lists of one dtype, in order, into buckets of up to `limit` bytes
+    per device."""
     buckets: list[list[list[Array]]] = []
     open_: dict[str, tuple[list[list[Array]], int]] = {}
     for data in lists:
         dtype = dtype_name(data[0])
         size = prod(data[0].shape) * ITEMSIZE[dtype]
-        bucket, room = open_.get(dtype, ([], 0))
-        if size > room:
-            bucket, room = [], limit
+        bucket, left = open_.get(dtype, ([], 0))
+        if size > left:
+            bucket, left = [], limit
             buckets.append(bucket)
         bucket.append(data)
-        open_[dtype] = bucket, room - size
+        open_[dtype] = bucket, left - size
     return buckets
 
 
 def unpack(whole: Any, parts: Iterable[Any]) -> None:
-    """Copy a flat array into the flat arrays that it was joined from."""
+    """Copy a flat array into the flat arrays that it was concatenated
+    from."""
     begin = 0
     for x in parts:
         end = begin + len(x)
@@ -236,9 +244,9 @@ def unpack(whole: Any, parts: Iterable[Any]) -> None:
 
 
 class HostMemory(AllReduce):
-    """A thread per core reduces its share of all arrays, block by block, in
-    the memory that CPU devices have in common. The sum is
-    ``x[0] + x[1] + ...``. Elsewhere: `Balanced`, with the same order."""
+    """Reduce in the memory of CPU devices, block by block, with one thread
+    per core. The sum is ``x[0] + x[1] + ...``. Falls back to `Balanced`,
+    which has the same order of additions, on other devices."""
 
     divides = True      # while a block is in the cache
 
@@ -249,9 +257,8 @@ class HostMemory(AllReduce):
 
 
 class Balanced(AllReduce):
-    """Each list is collected on its root, and the devices work at the same
-    time, so that no device's link carries all of it. The sum is
-    ``x[0] + x[1] + ...``, whatever the root."""
+    """Collect each list on its own root, with all devices in parallel, which
+    balances the traffic. The sum is ``x[0] + x[1] + ...`` for any root."""
 
     def allreduce(self, lists: Sequence[list[Array]], op: str,
                   roots: Sequence[int]) -> None:
@@ -274,7 +281,7 @@ class Balanced(AllReduce):
 
 class Auto(AllReduce):
     """`Buckets` for arrays on CUDA cards that the framework's collective
-    connects, `HostMemory` for all others."""
+    supports, `HostMemory` for others."""
 
     divides = True
 
@@ -290,24 +297,24 @@ class Auto(AllReduce):
                          [root for _, root in part])
 
 
-#: by the name that ``algorithm=`` and ``allreduce=`` take
+#: strategies by name, for ``algorithm=`` and ``allreduce=``
 STRATEGIES: dict[str, type[AllReduce]] = {
     "naive": Naive, "tree": Tree, "ring": Ring, "sharded": Sharded,
     "native": Native, "auto": Auto}
 
 
 def strategy_of(algorithm: Any, argument: str = "algorithm") -> AllReduce:
-    """The strategy that a name or an object stands for.
+    """The strategy of that name, or `algorithm` itself if it is a strategy.
 
     Raises
     ------
     ValueError
-        An unknown name, or another object.
+        `algorithm` is neither a known name nor a strategy.
     """
     if isinstance(algorithm, AllReduce) and type(algorithm) is not AllReduce:
         return algorithm
     if not isinstance(algorithm, str) or algorithm not in STRATEGIES:
         raise ValueError(f"unknown {argument}; received {algorithm!r}. Use "
                          f"one of {', '.join(map(repr, STRATEGIES))}, or an "
-                         "object of a subclass of AllReduce.")
+                         "instance of a subclass of AllReduce.")
     return STRATEGIES[algorithm]()

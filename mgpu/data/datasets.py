@@ -1,24 +1,24 @@
-"""Data sets, and one seeded order of batches for both backends.
+"""Data sets and seeded batch iterators, for both backends.
 
-Everything here is NumPy: a batch becomes an array of a backend when it is
-split over devices, so that both backends see the same bits in the same order.
+Batches are NumPy arrays. They are converted to arrays of a backend when they
+are split over devices, so both backends receive the same bits in the same
+order.
 
 ==================  =====================================================
-`fashion_mnist`     the data set of the book, read from its IDX files
-`digits`            1,797 real digits, in the package: needs neither a file
-                    nor a network
-`synthetic`         random data that can be learnt, of any shape
-`load`              one of these by its name, or a folder of IDX files
-`BatchIterator`     batches of your own arrays
-`IndexedIterator`   batches of any object with a length and an index, such as
-                    a data set of torch or Gluon
+`fashion_mnist`     Fashion-MNIST, from its IDX files
+`digits`            1,797 handwritten digits, included in the package
+`synthetic`         random, learnable data of any shape
+`load`              one of these by name, or a folder of IDX files
+`BatchIterator`     batches of arrays in memory
+`IndexedIterator`   batches of a map-style data set, such as those of torch
+                    and Gluon
 ==================  =====================================================
 
 The first four return ``(train_iter, test_iter)``, two `BatchIterator`.
 
-`fashion_mnist` finds its files in the folder that ``root=`` or the
-environment variable ``MGPU_DATA`` names, or downloads them (31 MB) with the
-package pooch: ``pip install pooch``.
+`fashion_mnist` reads its files from the folder ``root=`` or from the
+environment variable ``MGPU_DATA``, or downloads them (31 MB) with the package
+pooch: ``pip install pooch``.
 """
 import functools
 import math
@@ -53,11 +53,11 @@ _MIRRORS = (
     "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/"
     "fashion/",
 )
-_ROUNDS = 2         # how often all mirrors are tried
-_TIMEOUT = 30       # seconds that a server may be silent
+_ROUNDS = 2         # attempts for each mirror
+_TIMEOUT = 30       # seconds to wait for a response of a server
 
-# IDX: two zero bytes, the type of the values (8: unsigned byte), the number
-# of dimensions; then each dimension, as four bytes, big end first.
+# IDX: two zero bytes, the dtype (8: unsigned byte), the number of dimensions;
+# then each dimension, as a big-endian 32-bit integer.
 _UBYTES = 0x00000800
 
 Size = int | tuple[int, int] | None
@@ -68,23 +68,21 @@ _steps = 0      # of all trainers
 
 
 def note_step() -> None:
-    """What `Trainer` calls when a step is done: it has used the batches that
-    were handed out before it."""
+    """Count a completed step. `Trainer` calls it after a step, which has
+    consumed the batches yielded before it."""
     global _steps
     _steps += 1
 
 
 class BatchIterator:
-    """Batches of two arrays, in an order that a seed and an epoch fix.
+    """Iterable over batches of two arrays, in a seeded order for each epoch.
 
-    Each ``iter()``, so each ``for`` loop, is a new epoch. With several
-    processes (`mgpu.distributed`) each receives its rows of every batch,
-    those that its devices would have in one process; perhaps none. The order
-    of epoch `e` is
-    ``numpy.random.default_rng([seed, e]).permutation(n)``: the same on both
-    backends, independent of every other random number, and known
-    without the epochs before it, so that a training can be resumed by
-    setting `epoch`.
+    Each ``iter()``, and so each ``for`` loop, starts a new epoch. The order of
+    epoch `e` is ``numpy.random.default_rng([seed, e]).permutation(n)``. It is
+    the same on both backends and does not depend on earlier epochs or other
+    random numbers, so setting `epoch` resumes training. In distributed
+    training (`mgpu.distributed`), a process receives the examples of each
+    batch that its devices would have in one process; possibly none.
 
     Parameters
     ----------
@@ -93,26 +91,26 @@ class BatchIterator:
     y : array, (n, ...)
         Labels; not copied.
     batch_size : int
-        Rows in a batch; the last one may be shorter.
+        Examples in a batch. The last batch may be smaller.
     seed : int
         0 or more.
     shuffle : bool
-        False: always the order of `X`.
+        False: keep the order of `X` in every epoch.
     drop_last : bool
-        True: leave a short last batch out.
+        True: drop the last batch if it is incomplete.
     transform : callable, optional
-        ``transform(X_batch)`` is what a batch holds instead of ``X_batch``,
-        computed when the batch is made. It must return as many rows. With
-        several processes it is given this process's rows: let the result for
-        a row depend on that row alone.
+        ``transform(X_batch)`` replaces ``X_batch``. Called for each batch; it
+        must return the same number of examples. In distributed training it
+        receives the examples of one process, so the result for an example
+        must not depend on others.
     info : dict, optional
-        A description for reports; see `info` below.
+        Description for reports, see `info` below.
 
     Yields
     ------
     X : ndarray, (b, ...)
     y : ndarray, (b, ...)
-        Fresh copies, yours to change.
+        Copies.
 
     Attributes
     ----------
@@ -120,31 +118,30 @@ class BatchIterator:
     batch_size, num_examples, seed : int
     shuffle, drop_last : bool
     epoch : int
-        The epoch that the next ``iter()`` starts; 0 at first, may be set.
+        Epoch that the next ``iter()`` starts, initially 0. Settable.
     position : (int, int)
-        The epoch and the number in it of the batch after the last one that
-        was handed out: where a training that has used them all goes on. May
-        be set; the next ``iter()`` then starts there. Only the latest
-        ``iter()`` moves it, under `mgpu.prefetch` as batches are taken. In a
-        loop that was left early it stays in that epoch: set `epoch` if the
-        rest is not wanted. Reading it is a RuntimeError while another thread
+        Epoch and index of the next batch: where training resumes after the
+        batches yielded so far. Settable; the next ``iter()`` starts there.
+        Only the latest ``iter()`` advances it; under `mgpu.prefetch`, when a
+        batch is taken. After a ``break`` it remains in the epoch; set `epoch`
+        to skip the rest. Reading it raises RuntimeError while another thread
         draws the batches.
     stepped : (int, int)
-        The position after the last step of a `Trainer`, which
-        `mgpu.save_checkpoint` writes. Batches that were handed out since
-        then come after it, until the epoch ends: Ctrl-C may have cut one
-        short.
+        Position after the last `Trainer` step, as `mgpu.save_checkpoint`
+        writes it. Batches yielded since then are not counted before the end
+        of the epoch, because Ctrl-C may have interrupted their step.
     info : dict or None
         For the data sets of this module ``{"name": str, "train": int,
         "test": int, "shape": [c, h, w], "source": str}``: the numbers of
-        examples, the shape of one, and where they came from. Fit for JSON.
+        examples, the shape of an example, and the origin. Serializable as
+        JSON.
 
     Raises
     ------
     ValueError
-        A `batch_size` that is not an integer of 1 or more, a `seed` or
-        `epoch` that is not an integer of 0 or more, `X` and `y` of different
-        lengths, no examples, or fewer than one batch with `drop_last`.
+        `batch_size` is not an integer of 1 or more, or `seed` or `epoch` is
+        not an integer of 0 or more; `X` and `y` differ in length; no
+        examples, or less than one batch with `drop_last`.
     """
 
     def __init__(self, X: Any, y: Any, batch_size: int, seed: int = 0,
@@ -157,7 +154,7 @@ class BatchIterator:
                 "X and y must have the same length; received "
                 f"{len(self._X)} examples and {len(self.y)} labels.")
         self._transform = transform
-        # Whether no code of the user's makes the batches.
+        # Whether batches are made without user code.
         self.fixed = transform is None
         self.info = None if info is None else dict(info)
         self._begin(len(self.y), batch_size, seed, shuffle, drop_last)
@@ -173,21 +170,19 @@ class BatchIterator:
         if drop_last and examples < self.batch_size:
             raise ValueError(
                 f"drop_last leaves no batch: received {examples} examples "
-                f"and batch_size={self.batch_size}. Use a smaller "
-                "batch_size.")
+                f"and batch_size={self.batch_size}. Reduce batch_size.")
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
         self.epoch = 0
 
     @property
     def X(self) -> np.ndarray:
-        """All examples in their own order, as batches hold them. With a
-        `transform` each access computes all of them, and takes their memory.
-        Without one it is the array itself, not a copy."""
+        """All examples, unshuffled, after the transform. With a `transform`,
+        each access computes a new array; without, it is not a copy."""
         return self._X if self._transform is None else self._transform(self._X)
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next ``iter()`` starts."""
+        """Epoch that the next ``iter()`` starts."""
         return self._epoch
 
     @epoch.setter
@@ -196,13 +191,13 @@ class BatchIterator:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch and the number of the batch that come next."""
+        """Epoch and index of the next batch."""
         if self._thread not in (None, threading.get_ident()):
             raise RuntimeError(
-                "a position counts batches that were taken; those of "
-                f"{self!r} are drawn by another thread, which may be ahead. "
-                "Ask in the thread that takes them, and draw ahead with "
-                "mgpu.prefetch of this object itself.")
+                f"the position of {self!r} is not available: another thread "
+                "draws its batches and may be ahead. Read it in the thread "
+                "that takes the batches, and prefetch with mgpu.prefetch of "
+                "this object itself.")
         return self._position
 
     @position.setter
@@ -210,28 +205,27 @@ class BatchIterator:
         epoch, number = value
         epoch, number = integer("epoch", epoch, 0), integer("batch", number, 0)
         if number >= len(self):
-            raise ValueError(f"an epoch has {len(self)} batches; received a "
-                             f"position before batch {number}, from 0.")
+            raise ValueError(f"an epoch has {len(self)} batches; received "
+                             f"the position before batch {number}, from 0.")
         self._epoch = epoch
         self._position = self._stepped = epoch, number
-        self._noted = _steps    # when the last batch was handed out
-        self._thread: int | None = None     # that took the last batch
+        self._noted = _steps    # steps when the last batch was yielded
+        self._thread: int | None = None     # the one that took that batch
 
     @property
     def stepped(self) -> tuple[int, int]:
-        """The position after the last step of a trainer."""
-        handed_out = self.position
-        return self._stepped if self._noted == _steps else handed_out
+        """Position after the last step of a `Trainer`."""
+        yielded = self.position
+        return self._stepped if self._noted == _steps else yielded
 
     def __len__(self) -> int:
-        """The number of batches in an epoch."""
+        """Number of batches in an epoch."""
         rest = 0 if self.drop_last else self.batch_size - 1
         return (self.num_examples + rest) // self.batch_size
 
     def __iter__(self) -> "Epoch":
-        # The epoch is taken here, by iter(), not when the first batch is
-        # asked for.
-        if self._position[0] != self._epoch:    # it was not set
+        # The epoch starts here, not with the first batch.
+        if self._position[0] != self._epoch:    # not set
             self._position = self._epoch, 0
         self._stepped = self._position
         self._epoch += 1
@@ -249,28 +243,28 @@ class BatchIterator:
             yield self._made(own, rows)
 
     def _made(self, own: np.ndarray, rows: np.ndarray) -> Any:
-        """The batch of the examples `own`, of the batch `rows` of all
-        processes."""
-        # A transform is called for a row or more.
+        """The batch of the examples `own`, those of this process in the
+        global batch `rows`."""
+        # A transform is called for at least one example.
         X = self._X[own if len(own) else rows[:1]]      # a copy
         if self._transform is not None:
             X = self._transform(X)
         return X if len(own) else X[:0], self.y[own]
 
     def place(self, epoch: int, number: int) -> list[Any]:
-        """A batch among all that there can be: what processes compare."""
+        """Identity of a batch, which processes compare."""
         return [[self.num_examples, self.batch_size], self.seed, self.shuffle,
                 self.drop_last, epoch, number, self._contents]
 
     @functools.cached_property
     def contents(self) -> list[int | None]:
-        """Checksums of what is known without a call of the user's code; None:
-        not known."""
+        """Checksums of data that is available without user code. None: not
+        available."""
         return [_checksum_of((self.y, self._X[_some(len(self.y), 64)]))]
 
     @property
     def _contents(self) -> list[int | None]:
-        """`contents`, and what has to be asked for."""
+        """`contents`, and checksums that run user code."""
         return self.contents
 
     def __repr__(self) -> str:
@@ -280,35 +274,35 @@ class BatchIterator:
 
 
 class IndexedIterator(BatchIterator):
-    """Batches of any data set that has a length and an index, in the order
-    of `BatchIterator`: such as torch's map-style data sets, Gluon's, or a
-    list of pairs.
+    """Iterable over batches of a map-style data set, in the order of
+    `BatchIterator`.
 
-    With several processes each asks for its own rows only. Positions, and so
-    checkpoints, are those of `BatchIterator`, but there is no ``X`` and no
-    ``y``.
+    The data set may be one of torch or Gluon, or a list of pairs. In
+    distributed training, a process reads its own examples only. Positions and
+    checkpoints work as for `BatchIterator`. The attributes ``X`` and ``y``
+    are not available.
 
     Parameters
     ----------
     dataset : object with ``len()`` and ``[]``
-        ``dataset[i]`` is the pair (x, y) of example `i`. Each is an array of
-        NumPy or of a framework, a number, or a tuple, list or dict of them;
-        of one shape in all examples.
+        ``dataset[i]`` is the pair (x, y) of example `i`. Each is a NumPy
+        array, a native array, a number, or a tuple, list or dict of them. All
+        examples have the same shapes.
     batch_size, seed, shuffle, drop_last
         As for `BatchIterator`.
 
     Yields
     ------
     X, y
-        NumPy arrays with a row for each example, in tuples or dicts where
-        those of an example are.
+        NumPy arrays, stacked along a new first axis; in tuples or dicts if
+        the examples are.
 
     Raises
     ------
     TypeError
-        A `dataset` without a length, or an example that is no pair.
+        `dataset` has no length, or an example is not a pair.
     ValueError
-        No examples, examples of different shapes, or a wrong argument.
+        No examples, examples of different shapes, or an invalid argument.
 
     Examples
     --------
@@ -335,8 +329,8 @@ class IndexedIterator(BatchIterator):
 
     @functools.cached_property
     def _contents(self) -> list[int | None]:
-        """And of some labels, which seldom are augmented as inputs are.
-        Labels that are others when they are read again do not count."""
+        """`contents`, and a checksum of some labels, which are rarely
+        augmented. None if repeated reads of a label differ."""
         put_back = get_backend().kept_streams()
         try:
             labels = {_checksum_of([self._pair(i)[1] for i in _some(
@@ -348,30 +342,30 @@ class IndexedIterator(BatchIterator):
     def _pair(self, i: int) -> Sequence[Any]:
         pair = self._dataset[int(i)]
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"an example is a pair (x, y); example {i} is "
-                            f"a {type(pair).__name__}. Several inputs go "
+            raise TypeError(f"an example must be a pair (x, y); example {i} "
+                            f"is a {type(pair).__name__}. Put several inputs "
                             "into one tuple: ((x1, x2), y).")
         return pair
 
     def _made(self, own: np.ndarray, rows: np.ndarray) -> Any:
-        wanted = own if len(own) else rows[:1]
-        return tuple(_stacked(column, wanted, len(own))
-                     for column in zip(*map(self._pair, wanted)))
+        read = own if len(own) else rows[:1]
+        return tuple(_stacked(column, read, len(own))
+                     for column in zip(*map(self._pair, read)))
 
 
 def _some(examples: int, count: int) -> np.ndarray:
-    """Numbers of some examples, from the first to the last."""
+    """Indices of `count` evenly spaced examples."""
     return np.unique(np.linspace(0, examples - 1, count).astype(int))
 
 
 def _on_host(x: Any) -> np.ndarray:
-    # MXNet's arrays are no NumPy arrays for np.asarray.
+    # np.asarray does not convert MXNet's arrays.
     return x.asnumpy() if hasattr(x, "asnumpy") else np.asarray(x)
 
 
 def _checksum_of(value: Any) -> int | None:
-    """Of arrays, numbers and texts in tuples, lists and dicts; None where
-    there is something else."""
+    """Checksum of arrays, numbers and strings in tuples, lists and dicts.
+    None for other types."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, (tuple, list)):
@@ -380,7 +374,7 @@ def _checksum_of(value: Any) -> int | None:
     x = _on_host(value)
     if x.dtype == object:
         return None
-    # The same numbers in another dtype are the same examples.
+    # Equal numbers of another dtype have the same checksum.
     wide = {"f": np.float64, "i": np.int64, "u": np.int64, "b": np.int64}
     x = x.astype(wide.get(x.dtype.kind, x.dtype))
     return zlib.crc32(np.ascontiguousarray(x).tobytes(),
@@ -388,8 +382,8 @@ def _checksum_of(value: Any) -> int | None:
 
 
 def _stacked(examples: Sequence[Any], numbers: np.ndarray, rows: int) -> Any:
-    """One array of the arrays of several examples, or a tuple or dict of
-    them. `rows`: how many of these rows are wanted."""
+    """Stack the arrays of several examples into one; tuples and dicts entry
+    by entry. Returns the first `rows` examples."""
     first = examples[0]
     if isinstance(first, dict):
         return {key: _stacked([x[key] for x in examples], numbers, rows)
@@ -401,7 +395,7 @@ def _stacked(examples: Sequence[Any], numbers: np.ndarray, rows: int) -> Any:
     for i, x in zip(numbers, arrays):
         if x.shape != arrays[0].shape or x.dtype == object:
             raise ValueError(
-                "the examples of a data set are arrays of one shape; "
+                "the examples of a data set must have one shape; "
                 f"received {arrays[0].shape} for example {numbers[0]} and "
                 f"{x.shape} of dtype {x.dtype} for example {i}. Pad them, or "
                 "make batches yourself.")
@@ -409,20 +403,20 @@ def _stacked(examples: Sequence[Any], numbers: np.ndarray, rows: int) -> Any:
 
 
 class Epoch(Iterator[Arrays]):
-    """What ``iter()`` of a `BatchIterator` returns: the batches of one epoch.
+    """Iterator over the batches of one epoch of a `BatchIterator`.
 
     Attributes
     ----------
     moves : bool
-        Whether handing out a batch moves the position of the `BatchIterator`.
-        Who draws ahead sets it to False, and calls `taken` for each batch
-        that he hands on, and `ended` after the last one.
+        Whether yielding a batch advances the position of the `BatchIterator`.
+        A prefetcher sets it to False, calls `taken` for each batch that it
+        yields, and `ended` after the last one.
     """
 
     def __init__(self, data: BatchIterator, epoch: int, first: int) -> None:
         self.moves = True
         self._data, self._epoch, self._number = data, epoch, first
-        # Now, not when the first batch is asked for: all ranks are here.
+        # Here, not with the first batch: all ranks call iter().
         share = distributed.current().shares(shard_bounds)
         self._batches = data._drawn(epoch, first, share)
 
@@ -436,7 +430,7 @@ class Epoch(Iterator[Arrays]):
         raise StopIteration
 
     def taken(self) -> None:
-        """The next batch, in their order, was handed to this thread."""
+        """Record that this thread has taken the next batch."""
         data = self._data
         world = distributed.current()
         if world.size > 1:
@@ -450,8 +444,8 @@ class Epoch(Iterator[Arrays]):
                 if self._number < len(data) else (self._epoch + 1, 0)
 
     def ended(self) -> None:
-        """The loop has asked for a batch after the last one, whose step is
-        done, if there is one."""
+        """Record that the loop has requested a batch after the last one, and
+        so has completed the last step."""
         distributed.current().note_batch(None)
         if self._data._epoch == self._epoch + 1:
             self._data._stepped = self._data._position
@@ -463,65 +457,61 @@ def fashion_mnist(batch_size: int, resize: Size = None,
                   dtype: str = "float32", shuffle: bool = True,
                   download: bool = True
                   ) -> tuple[BatchIterator, BatchIterator]:
-    """Fashion-MNIST: 60,000 + 10,000 grey pictures of 28 x 28, 10 classes.
+    """Load Fashion-MNIST: 60,000 training and 10,000 test images, 10 classes.
 
     Reads ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``,
     ``t10k-images-idx3-ubyte`` and ``t10k-labels-idx1-ubyte``, with or
-    without ``.gz``, from the first of these folders that is named:
+    without ``.gz``, from the first of these folders that is given:
 
     1. `root`;
     2. the environment variable ``MGPU_DATA``;
     3. the user's cache folder, ``mgpu/fashion-mnist`` in
-       ``$XDG_CACHE_HOME`` (without that variable, in ``~/.cache``). Files
-       that are missing there are downloaded, 31 MB in all, by the package
-       pooch (``pip install pooch``); their checksums are verified.
+       ``$XDG_CACHE_HOME`` (default: ``~/.cache``). Missing files are
+       downloaded, 31 MB in all, with the package pooch
+       (``pip install pooch``), and their checksums are verified.
 
-    A folder that you name is never replaced by another. The headers of the
-    files say how many examples there are, so parts of the data set, and
-    other data in the same format, are read as well.
+    The numbers of examples come from the headers of the files, so subsets and
+    other data in the same format work too.
 
     Parameters
     ----------
     batch_size : int
     resize : int or (height, width), optional
-        See `bilinear`. Computed batch by batch: all 60,000 pictures at
-        224 x 224 would take 12 GB.
+        New size, see `bilinear`. Computed for each batch: all 60,000 images
+        of 224 x 224 would take 12 GB.
     root : path, optional
-        A folder that holds the four files.
+        Folder with the four files.
     limit : int, optional
-        Keep the first `limit` training and the first `limit` test examples,
-        or all where there are fewer.
+        Use at most the first `limit` training and test examples.
     seed : int
-        Seed of the order of the training batches; see `BatchIterator`.
+        Seed of the order of training batches, see `BatchIterator`.
     dtype : {"float32", "float64"}
     shuffle : bool
-        Whether the training order changes every epoch. The test order is
-        that of the file.
+        Whether to shuffle the training examples in each epoch. The test
+        examples keep the order of the file.
     download : bool
-        False: never use the network.
+        Whether to download missing files.
 
     Returns
     -------
     train_iter, test_iter : BatchIterator
-        X (b, 1, 28, 28) of `dtype`, pixels / 255, so in 0 to 1, not
-        normalized further; y (b,) int32, 0 to 9. The short last batch is
-        kept.
+        X (b, 1, 28, 28) of `dtype`: pixels / 255, in [0, 1]. y (b,) int32,
+        0 to 9. An incomplete last batch is kept.
 
     Raises
     ------
     ValueError
-        A wrong argument; a file with the wrong magic number, a length that
-        is not what its header says, or a truncated or corrupt gzip stream;
-        numbers of images and labels that differ; a download with the wrong
-        checksum (it is not kept).
+        An invalid argument; a file with a wrong magic number or length, or a
+        truncated or corrupt gzip stream; different numbers of images and
+        labels; a download with a wrong checksum, which is deleted.
     FileNotFoundError
-        The folder that `root` or ``MGPU_DATA`` names lacks a file, or the
-        cache folder does and `download` is False.
+        A file is missing in `root` or ``MGPU_DATA``; or in the cache folder,
+        with ``download=False``.
     ConnectionError
-        No mirror could be reached, or none sent the whole file. Files that
-        arrived before are kept, whole.
+        No mirror responds, or none sends the complete file. Files downloaded
+        before are kept.
     ImportError
-        A file must be downloaded, and pooch is not installed.
+        A file must be downloaded and pooch is not installed.
     """
     return _idx("fashion-mnist", root, download, batch_size, resize, limit,
                 seed, dtype, shuffle)
@@ -530,42 +520,40 @@ def fashion_mnist(batch_size: int, resize: Size = None,
 def digits(batch_size: int, resize: Size = 28, limit: int | None = None,
            seed: int = 0, *, dtype: str = "float32", test_size: int = 360,
            shuffle: bool = True) -> tuple[BatchIterator, BatchIterator]:
-    """The 1,797 handwritten digits that scikit-learn ships, in the package.
+    """Load the 1,797 handwritten digits of scikit-learn, without a download.
 
     The test set of "Optical Recognition of Handwritten Digits" (Alpaydin
-    and Kaynak 1998, UCI, CC BY 4.0), 8 x 8 pixels of 17 grey levels; origin
-    and licence in ``data/README.md``.
+    and Kaynak 1998, UCI, CC BY 4.0), 8 x 8 pixels of 17 gray levels; origin
+    and license in ``data/README.md``.
 
-    The split draws nothing at random and is always the same: the digits,
-    sorted by class and within a class kept in the order of the file, are
-    cut into `test_size` equal stretches, and the first of each stretch is a
-    test example. The file holds its 13 writers in runs (59 % of the digits
-    have their nearest neighbour within 140 places; chance would give 16 %),
-    so each class and each writer has the same share of both sides, and the
-    two sides are alike. That is fair to a comparison of trainings. It says
-    nothing about the hand of an unknown writer, which is harder: a logistic
-    regression on the pixels reaches 0.96 here, and 0.90 on the last 360 of
-    the file when trained on those before. Both sides keep the order of the
-    file.
+    The split is deterministic: the digits, sorted by class with a stable
+    sort, are cut into `test_size` segments of equal length, and the first of
+    each segment is a test example. Both sets keep the order of the file. The
+    file groups the digits by its 13 writers (59 % of the digits have their
+    nearest neighbor within 140 positions; 16 % is expected by chance), so
+    classes and writers have equal shares in both sets. This suits comparisons
+    of training runs. It does not measure generalization to new writers: a
+    logistic regression on the pixels has an accuracy of 0.96 on this split,
+    and of 0.90 on the last 360 digits of the file when trained on the others.
 
     Parameters
     ----------
     batch_size, limit, seed, dtype, shuffle
         As for `fashion_mnist`.
     resize : int or (height, width), optional
-        See `bilinear`; None keeps 8 x 8.
+        New size, see `bilinear`. None: 8 x 8.
     test_size : int
         1 to 1,796.
 
     Returns
     -------
     train_iter, test_iter : BatchIterator
-        X (b, 1, 28, 28) of `dtype`, in 0 to 1; y (b,) int32, 0 to 9.
+        X (b, 1, 28, 28) of `dtype`, in [0, 1]; y (b,) int32, 0 to 9.
 
     Raises
     ------
     ValueError
-        A wrong argument.
+        An invalid argument.
     """
     size = _check(batch_size, resize, limit, seed, dtype)
     test_size = integer("test_size", test_size, 1)
@@ -590,22 +578,22 @@ def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
               noise: float = 0.2, limit: int | None = None,
               dtype: str = "float32", shuffle: bool = True
               ) -> tuple[BatchIterator, BatchIterator]:
-    """Random examples that can be learnt: one pattern per class, plus noise.
+    """Generate learnable random data: one pattern per class, plus noise.
 
-    The pattern of a class is uniform in [0, 1); an example is the pattern
-    of its class plus normal noise. All is drawn from `seed`, in float64:
-    the float32 data are the float64 data, rounded.
+    The pattern of a class is uniform in [0, 1). An example is the pattern of
+    its class plus normal noise. The data depend on `seed` only and are
+    generated in float64; float32 data are rounded float64 data.
 
     Parameters
     ----------
     batch_size, limit, dtype, shuffle
         As for `fashion_mnist`.
     num_train, num_test, num_classes : int
-        1 or more. The classes are as equal in number as they can be.
+        1 or more. Class sizes differ by at most one.
     shape : sequence of int
-        The shape of one example.
+        Shape of an example.
     seed : int
-        Seed of the data and of the order of the batches.
+        Seed of the data and of the order of batches.
     noise : float
         Standard deviation of the noise, 0 or more.
 
@@ -617,7 +605,7 @@ def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
     Raises
     ------
     ValueError
-        A wrong argument.
+        An invalid argument.
     """
     _check(batch_size, None, limit, seed, dtype)
     for argument, count in (("num_train", num_train), ("num_test", num_test),
@@ -625,7 +613,7 @@ def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
         integer(argument, count, 1)
     shape = tuple(integer("shape", n, 1) for n in shape)
     number("noise", noise, 0)
-    # Three words, the last not 0: no epoch of BatchIterator has this stream.
+    # A seed of three words, the last not 0: BatchIterator uses two.
     rng = np.random.default_rng([seed, 0, 1])
     patterns = rng.uniform(size=(num_classes, *shape))
 
@@ -643,24 +631,29 @@ def load(name_or_path: FilePath, batch_size: int,
          limit: int | None = None, seed: int = 0, *, resize: Size = None,
          dtype: str = "float32", shuffle: bool = True, download: bool = True
          ) -> tuple[BatchIterator, BatchIterator]:
-    """A data set by its name, or the IDX files in a folder.
+    """Load a data set by name, or IDX files from a folder.
 
     Parameters
     ----------
     name_or_path : str or path
-        ``"digits"``, ``"fashion-mnist"``, ``"synthetic"``, or an existing
-        folder with files named as those of `fashion_mnist`. A name goes
-        before a folder of the same name; for that, write ``"./digits"``.
+        ``"digits"``, ``"fashion-mnist"``, ``"synthetic"``, or a folder with
+        files named as those of `fashion_mnist`. A name takes precedence over
+        a folder of the same name; write ``"./digits"`` for the folder.
     resize : int or (height, width), optional
-        None: 28 x 28, except for a folder, whose pictures keep their size.
+        None: 28 x 28; for a folder, the size of its images.
     batch_size, limit, seed, dtype, shuffle, download
         As for `fashion_mnist`.
+
+    Returns
+    -------
+    train_iter, test_iter : BatchIterator
 
     Raises
     ------
     ValueError
-        Neither a known name nor a folder; and all that the data set itself
-        raises.
+        `name_or_path` is neither a known name nor a folder.
+    Exception
+        The errors of the data set.
     """
     if name_or_path == "digits":
         return digits(batch_size, 28 if resize is None else resize, limit,
@@ -683,15 +676,15 @@ def load(name_or_path: FilePath, batch_size: int,
 
 
 def bilinear(images: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
-    """Resize pictures by bilinear interpolation with half-pixel centres.
+    """Resize images by bilinear interpolation with half-pixel centers.
 
-    Pixel i of n has its centre at (i + 0.5) / n of the picture's side; new
-    pixels mix the two old ones around their centre on each axis, and repeat
-    the border outside. It is what ``torch.nn.functional.interpolate`` does
-    with ``mode="bilinear", align_corners=False`` and MXNet's
-    ``BilinearResize2D`` with ``align_corners=False`` (which, unlike torch
-    and this, takes the corner pixel for a side of 1). There is no smoothing
-    before shrinking (Pillow's and torchvision's ``antialias`` does that).
+    The center of pixel i of n is at (i + 0.5) / n of the image's size. A new
+    pixel interpolates between the two old pixels around its center on each
+    axis; border pixels are repeated outside. The result equals
+    ``torch.nn.functional.interpolate`` with
+    ``mode="bilinear", align_corners=False``, and MXNet's ``BilinearResize2D``
+    with ``align_corners=False``, except that MXNet returns the corner pixel
+    for a size of 1. There is no antialiasing.
 
     Parameters
     ----------
@@ -701,14 +694,14 @@ def bilinear(images: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
     Returns
     -------
     ndarray, (..., height, width), same dtype
-        Fresh. The same bits on every machine: no matrix product is used.
-        Never outside the range of the input by more than rounding; pictures
-        in 0 to 1 stay in 0 to 1.
+        A new array, with the same bits on every machine: no matrix product is
+        used. The values exceed the range of the input by at most rounding;
+        images in [0, 1] stay in [0, 1].
 
     Raises
     ------
     ValueError
-        A `size` below 1, or pictures of another dtype.
+        `size` is below 1, or `images` have another dtype.
     """
     height, width = _size("size", size)
     if images.dtype not in _DTYPES:
@@ -725,7 +718,7 @@ def bilinear(images: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
             weight = weight[:, None]
         start = images.take(low, axis)
         # start + (end - start) w, not (1 - w) start + w end: exact where
-        # both pixels are equal, as most of a background is.
+        # both pixels are equal, as in a background.
         images = start + (images.take(high, axis) - start) * weight
     return images
 
@@ -740,8 +733,8 @@ def _size(name: str, size: Any) -> tuple[int, int]:
 
 def _check(batch_size: Any, resize: Any, limit: Any, seed: Any, dtype: Any
            ) -> tuple[int, int] | None:
-    """The size of `resize`. A wrong argument raises before a file is
-    read."""
+    """Check the arguments, before a file is read, and return the size of
+    `resize`."""
     arguments.batch_size(batch_size)
     integer("seed", seed, 0)
     integer("limit", 1 if limit is None else limit, 1)
@@ -753,8 +746,7 @@ def _iterators(name: str, source: str, train: Arrays, test: Arrays,
                batch_size: int, limit: int | None, seed: int, shuffle: bool,
                size: tuple[int, int] | None = None
                ) -> tuple[BatchIterator, BatchIterator]:
-    """`train` and `test` as a data set hands them out. `size`: of the
-    pictures in a batch."""
+    """The iterators of a data set. `size`: size of the images in a batch."""
     transform = None if size is None else functools.partial(bilinear,
                                                             size=size)
     info = {"name": name, "train": len(train[1][:limit]),
@@ -793,13 +785,14 @@ def _idx(name: str, root: Any, download: bool, batch_size: int, resize: Size,
 
 
 def _path(folder: str, name: str) -> str:
-    """The file `name`, compressed or not, or "" where there is none."""
+    """Path of the file `name`, compressed or not; "" if it is missing."""
     paths = [os.path.join(folder, name + end) for end in (".gz", "")]
     return next(filter(os.path.isfile, paths), "")
 
 
 def _folder(root: Any, download: bool) -> str:
-    """The folder that holds the four files; fills the cache if it may."""
+    """The folder with the four files. Downloads missing ones to the cache if
+    allowed."""
     by = "MGPU_DATA=" if root is None else ""
     named = environment.data_folder() if root is None \
         else os.fspath(root) or "."
@@ -832,7 +825,7 @@ _AGAIN = ("Remove the file and get it again (Fashion-MNIST is downloaded when "
 
 
 def _read_idx(path: str, dims: int) -> np.ndarray:
-    """The array in an IDX file, uint8, read only."""
+    """The array in an IDX file, uint8, read-only."""
     import gzip     # 2 ms of `import mgpu`
     try:
         with (gzip.open if path.endswith(".gz") else open)(path, "rb") as f:
@@ -855,8 +848,8 @@ def _read_idx(path: str, dims: int) -> np.ndarray:
 # -- download ---------------------------------------------------------------
 
 def _download(names: Sequence[str], folder: str) -> None:
-    """Bring files of Fashion-MNIST to `folder`, each checked and whole, or
-    not at all."""
+    """Download files of Fashion-MNIST to `folder`, each verified and
+    atomically."""
     try:
         import pooch
     except ImportError as error:
@@ -875,7 +868,7 @@ def _download(names: Sequence[str], folder: str) -> None:
             except (ValueError, OSError) as error:
                 failure = error
         else:
-            # A wrong checksum: a proxy may have answered, not the server.
+            # A ValueError is a wrong checksum, as after a proxy's response.
             kind = ConnectionError if isinstance(failure, OSError) \
                 else ValueError
             raise kind(

@@ -15,54 +15,55 @@ from mgpu.data.split import shard_bounds
 from mgpu.utils import environment
 from mgpu.utils.arguments import integer
 
-#: calls that ``MGPU_DEBUG=1`` compares with one device
+#: number of calls that ``MGPU_DEBUG=1`` compares with one device
 _COMPARED = 3
 
 
 class Arrays(Protocol):
-    """What a backend does with native arrays here: `Backend.batch_arrays`."""
+    """Operations of a backend on native arrays: `Backend.batch_arrays`."""
 
     def take(self, x: Any, axis: int, start: int, stop: int, device: Any
              ) -> Any:
-        """A copy of a slice on `device`; its gradient is that of `x`."""
+        """Copy a slice of `x` to `device`. Differentiable."""
 
     def to(self, x: Any, device: Any) -> Any:
-        """`x` on `device`; its gradient is that of `x`."""
+        """Copy `x` to `device`. Differentiable."""
 
     def concat(self, arrays: Sequence[Any], axis: int, device: Any) -> Any:
-        """The arrays joined on `device`."""
+        """Concatenate the arrays on `device`."""
 
     def sequences(self, x: Any) -> list[Any] | None:
-        """The examples of a packed batch of sequences; None for all else."""
+        """The examples of a packed batch of sequences; None for other
+        types."""
 
     def packed(self, sequences: Sequence[Any], like: Any) -> Any:
-        """A packed batch of them, in order of length if `like` is."""
+        """A packed batch of the sequences, sorted by length if `like` is."""
 
 
-#: types of arguments that may choose what forward does
+#: types of arguments that may select a branch of forward
 _OPTIONS = (bool, int, str, type(None), enum.Enum)
 
 
 class _Argument(NamedTuple):
     name: str
     value: Any
-    axis: Any           # of its examples; `list`: an item each; None: whole
-    explicit: bool      # the user has named it
-    packed: Any = None  # the packed batch that `value` has been
+    axis: Any           # of the examples; `list`: an item each; None: whole
+    explicit: bool      # named in batch_axis
+    packed: Any = None  # the packed batch that `value` was unpacked from
 
 
 class BatchSplit:
-    """How a network's arguments are split by examples.
+    """Split the arguments of a network by examples.
 
     Parameters
     ----------
     names : sequence of str
-        Of forward's parameters: what positional arguments are called.
+        Names of forward's parameters, for positional arguments.
     batch_axis : int or dict
-        The axis of the examples; by argument name, an axis or `list` for a
-        list with an item for each example (default 0).
+        Axis of the examples. A dict maps argument names to an axis, or to
+        `list` for a list with an item for each example (default 0).
     whole : sequence of str
-        Arguments that each device gets as they are.
+        Arguments passed unsplit to each device.
     backend : Backend
     """
 
@@ -81,21 +82,21 @@ class BatchSplit:
         self._whole = tuple(whole)
         self._was_split: dict[str, bool] = {}
         self._compared = 0
-        #: by mode and place, how outputs are joined
+        #: (mode, position in the output) -> how the outputs are joined
         self.known: dict[Any, list[Any]] = {}
 
     def is_array(self, x: Any) -> bool:
-        """Whether `x` is a native or a NumPy array."""
+        """Whether `x` is a native or NumPy array."""
         return isinstance(x, np.ndarray) or self._backend.is_native(x)
 
     def take(self, x: Any, axis: int, start: int, stop: int, device: Any
              ) -> Any:
-        """A copy of a slice; NumPy arrays stay on the host."""
+        """Copy a slice of `x` to `device`; NumPy arrays stay on the host."""
         return x.take(range(start, stop), axis) if isinstance(x, np.ndarray) \
             else self.arrays.take(x, axis, start, stop, device)
 
     def to(self, x: Any, device: Any) -> Any:
-        """`x` on `device`; NumPy arrays stay on the host."""
+        """Copy `x` to `device`; NumPy arrays stay on the host."""
         return x if isinstance(x, np.ndarray) else self.arrays.to(x, device)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], size: int,
@@ -103,23 +104,23 @@ class BatchSplit:
             run: Callable[[dict[int, Call], Batch], Mapping[int, Any]],
             probe: Callable[[Callable[[], Call], int], Probed | None],
             alone: Callable[[], Any]) -> Any:
-        """A call of the network on `size` examples.
+        """Call the network on `size` examples.
 
         Parameters
         ----------
         devices : list of device
         mode : hashable
-            In which the network is.
+            The mode of the network.
         run : callable
-            Runs the call of each device and returns their outputs.
+            Runs the call of each device and returns the outputs.
         probe : callable
-            ``probe(make_call, n)``: what ``make_call()`` gives on device n
-            in a pass that nothing sees.
+            ``probe(make_call, n)`` returns the output of ``make_call()`` on
+            device n, in a pass without side effects.
         alone : callable
-            Returns the output of one device, for ``MGPU_DEBUG=1``.
+            Returns the output on one device, for ``MGPU_DEBUG=1``.
         """
         bounds = shard_bounds(size, len(devices))
-        # With fewer examples states of earlier batches might broadcast.
+        # With fewer examples, states of earlier batches might broadcast.
         start, stop = bounds[-1][0] - 1, bounds[-1][1]
 
         def one_more() -> Call:
@@ -139,7 +140,8 @@ class BatchSplit:
         return output
 
     def _compare(self, output: Any, expected: Any) -> None:
-        """Warn where `output` differs from `expected`, that of one device."""
+        """Warn if `output` differs from `expected`, the output on one
+        device."""
         self._compared += 1
         for (name, x), (_, y) in zip(self._named(output),
                                      self._named(expected)):
@@ -151,14 +153,14 @@ class BatchSplit:
             if not apart <= bound * max(1.0, np.abs(b).max(initial=0)):
                 return warnings.warn(
                     f"MGPU_DEBUG: {name} on several devices differs from one "
-                    f"device by {apart:.2g}. Forward looks across examples "
+                    f"device by {apart:.2g}. Forward combines examples "
                     "(batch norm per device, a mean over the batch), or "
-                    "batch_axis= or whole= does not fit an argument.",
+                    "batch_axis= or whole= is wrong for an argument.",
                     RuntimeWarning, stacklevel=4)
 
     def _named(self, x: Any, name: str = "the output"
                ) -> Iterator[tuple[str, Any]]:
-        """The arrays in `x`, with names."""
+        """Names and arrays in `x`."""
         if self.is_array(x):
             yield name, x
         for key, value in zip(*(containers.parts(x) or ((), ()))):
@@ -166,23 +168,23 @@ class BatchSplit:
 
     def size(self, args: Sequence[Any], kwargs: Mapping[str, Any]
              ) -> int | None:
-        """The number of examples: the size of the first array along its
-        batch axis. None without arrays. ValueError where no array has an
-        axis above 0."""
+        """Number of examples: the size of the first array along its batch
+        axis. None without arrays. Raises ValueError if no array has that
+        axis."""
         arguments = self._arguments(args, kwargs)
         size, _ = self._first(arguments)
         if size is None and self._default and any(shapes := [
                 tuple(x.shape) for one in arguments for x
                 in containers.arrays_in(one.value, self.is_array)]):
             raise ValueError(
-                f"batch_axis is {self._default}, and no argument has that "
-                f"axis; received shapes {shapes}. Correct batch_axis.")
+                f"no argument has the axis batch_axis={self._default}; "
+                f"received shapes {shapes}. Correct batch_axis.")
         return size
 
     def _first(self, arguments: Sequence[_Argument]
                ) -> tuple[int | None, Any]:
-        """The number of examples, and the array that tells it, if one
-        does."""
+        """The number of examples, and the array that determines it, or
+        None."""
         for one in arguments:
             if one.axis is list:
                 return len(one.value), None
@@ -196,16 +198,16 @@ class BatchSplit:
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any], size: int,
               devices: Sequence[Any], bounds: Sequence[tuple[int, int]]
               ) -> list[Call]:
-        """The arguments for each device: its examples, (start, stop).
+        """The arguments for each device, with its examples (start, stop).
 
-        An array that has `size` entries on its batch axis is split. Others
-        go to every device.
+        An array with `size` entries on its batch axis is split. Other arrays
+        are copied to every device.
 
         Raises
         ------
         ValueError
-            An array of which its shape does not tell whether it has an entry
-            for each example, or one that was split before and is not now.
+            The shape of an array is ambiguous, or an array that was split in
+            an earlier batch has another size.
         """
         arguments = self._arguments(args, kwargs)
         _, first = self._first(arguments)
@@ -217,10 +219,10 @@ class BatchSplit:
 
     def split_like(self, size: int, x: Any, part: Any, start: int, stop: int,
                    device: Any) -> Any:
-        """The examples from `start` to `stop` of `x`, which may have the form
-        of what `join` has made of `part` and other parts: its arrays are
-        split on the axis where they have `size` and those of `part` have
-        not. Others go whole."""
+        """The examples from `start` to `stop` of `x`, an attribute that was
+        joined from `part` and others. Its arrays are split along the axis
+        where they have `size` entries and those of `part` do not. Others are
+        not split."""
         like = iter(containers.arrays_in(part, self.is_array))
 
         def take(array: Any) -> Any:
@@ -233,11 +235,11 @@ class BatchSplit:
         return containers.replace(x, self.is_array, take)
 
     def with_one_more(self, call: Call, device: Any) -> Call:
-        """`call`, on `device`, with its first example once more at the end.
-        The last axis of an array without the batch axis has the examples."""
+        """`call`, on `device`, with its first example repeated at the end.
+        Arrays without the batch axis have the examples on their last axis."""
         args, kwargs = call
         size = self.size(args, kwargs)
-        if args and isinstance(args[0], list):      # an entry each, perhaps
+        if args and isinstance(args[0], list):      # possibly of examples
             args = ([*args[0], args[0][0]], *args[1:])
 
         def more(batch_axis: int | None, x: Any) -> Any:
@@ -254,8 +256,8 @@ class BatchSplit:
 
     def form(self, args: Sequence[Any], kwargs: Mapping[str, Any]
              ) -> tuple[Any, ...]:
-        """What the axes of an output may depend on: the names of arguments,
-        and the values of those that are options."""
+        """Key for the axes of an output: the names of the arguments, and the
+        values of options."""
         return tuple((one.name, one.value if isinstance(one.value, _OPTIONS)
                       else len(getattr(one.value, "shape", ())))
                      for one in self._arguments(args, kwargs))
@@ -268,7 +270,7 @@ class BatchSplit:
             *self._names, *further, *kwargs}
         if unknown:
             raise TypeError(f"forward has no argument {min(unknown)!r}; got "
-                            "it in batch_axis or whole. Its arguments are "
+                            "it in batch_axis or whole. Use one of "
                             f"{', '.join(self._names)}.")
         names = [*self._names[:len(args)], *further, *kwargs]
         return list(map(self._argument, names, (*args, *kwargs.values())))
@@ -283,7 +285,7 @@ class BatchSplit:
 
     def _changed(self, one: _Argument, of_array: Callable[[Any], Any],
                  of_items: Callable[[Any], Any]) -> Any:
-        """An argument with its arrays, or its items, replaced."""
+        """The argument's value with its arrays, or its items, replaced."""
         if one.axis is not list:
             return containers.replace(one.value, self.is_array,
                                       of_array)
@@ -301,15 +303,15 @@ class BatchSplit:
                         == (size,) for x in found):
                     raise _ambiguous(
                         one.name, "list", f"has a list of {size} items in a "
-                        f"batch of {size} examples, which does not tell "
-                        "whether it has an item for each example")
+                        f"batch of {size} examples, which may be one item "
+                        "for each example or not")
         split, known = False, None if one.explicit \
             else self._was_split.get(one.name)
 
         def part(device: Any, start: int, stop: int) -> Any:
             def of_array(x: Any) -> Any:
                 nonlocal split
-                # What went whole had another size than the batch once.
+                # An argument that was not split stays so.
                 if one.axis is None or len(x.shape) <= one.axis \
                         or x.shape[one.axis] != size or known is False:
                     return self.to(x, device)
@@ -317,8 +319,8 @@ class BatchSplit:
                         len(x.shape) == 1 or len(set(x.shape)) == 1):
                     raise _ambiguous(
                         one.name, one.axis, f"has shape {tuple(x.shape)} in a "
-                        f"batch of {size} examples, which does not tell "
-                        "whether it has an entry for each example")
+                        f"batch of {size} examples, which may be one entry "
+                        "for each example or not")
                 split = True
                 return self.take(x, one.axis, start, stop, device)
             return self._changed(one, of_array, lambda items:
@@ -342,7 +344,7 @@ def _ambiguous(name: str, axis: Any, problem: str) -> ValueError:
 
 
 class Joining:
-    """Joins what the devices give for the parts of one batch.
+    """Join the outputs of the devices for one batch.
 
     Parameters
     ----------
@@ -350,12 +352,12 @@ class Joining:
     bounds : list of (start, stop)
         The examples of each device.
     device : device
-        Where the result lies.
+        Device of the result.
     mode : callable
-        Returns what is hashable: outputs of another mode may have other axes.
+        Returns a hashable key; the axes of outputs may depend on it.
     probe : callable
-        Returns what a pass of another number of examples gives, and that
-        number; called once at most. None: there is none.
+        Returns the result of a pass with another number of examples, or None,
+        and that number. Called at most once.
     """
 
     def __init__(self, split: BatchSplit, bounds: Sequence[tuple[int, int]],
@@ -364,24 +366,24 @@ class Joining:
         self._split, self._known = split, split.known
         self._device, self._mode = device, cache(mode)
         self.bounds = list(bounds)
-        #: the number of examples of each device
+        #: number of examples of each device
         self.sizes = [stop - start for start, stop in bounds]
         self._probe = cache(probe)
 
     def output(self, outputs: Sequence[Any]) -> Any:
-        """The devices' outputs as one.
+        """Join the outputs of the devices.
 
         Raises
         ------
         ValueError
-            An array without an axis for the examples, or with several.
+            The axis of the examples in an array cannot be determined.
         """
         return self._join(list(outputs), "the output", (self._mode(),),
                           lambda probed: probed.output)
 
     def attribute(self, values: Sequence[Any], name: str,
                   place: tuple[int, str]) -> Any:
-        """An attribute's values on the devices as one."""
+        """Join the values of an attribute on the devices."""
         return self._join(list(values), name, (self._mode(), place),
                           lambda probed: probed.attribute(place))
 
@@ -391,7 +393,7 @@ class Joining:
 
     def _join(self, xs: list[Any], name: str, place: tuple[Any, ...],
               get: Callable[[Probed], Any]) -> Any:
-        """`get` takes what is at `place` out of what the probe gave."""
+        """Join `xs`. `get` returns the value at `place` in a `Probed`."""
         x, split, arrays = xs[0], self._split, self._split.arrays
         to = partial(split.to, device=self._device)
 
@@ -402,7 +404,7 @@ class Joining:
             return arrays.concat(xs, self._axis(xs, name, fitting),
                                  self._device)
         if any(type(other) is not type(x) for other in xs):
-            raise ValueError(f"{name} has other types on other devices: "
+            raise ValueError(f"{name} has different types on the devices: "
                              f"{', '.join(type(x).__name__ for x in xs)}.")
         items = list(map(arrays.sequences, xs))
         if items[0] is not None:
@@ -424,7 +426,7 @@ class Joining:
                     for part in xs for item in part]
         columns = [containers.parts(other) or ((), ()) for other in xs]
         if any(keys != found[0] for keys, _ in columns):
-            raise ValueError(f"{name} has other entries on other devices.")
+            raise ValueError(f"{name} has different entries on the devices.")
         return containers.rebuild(x, found[0], [
             self._join([values[n] for _, values in columns],
                        f"{name}[{key!r}]", (*place, n),
@@ -434,9 +436,9 @@ class Joining:
     def _fitting(self, xs: list[Any], place: tuple[Any, ...],
                  get: Callable[[Probed], Any], options: Sequence[Any],
                  fits: Callable[[Any, Any, int], bool]) -> list[Any]:
-        """Those of `options` that fit values of different numbers of
-        examples; ``fits(option, value, number)``. Where all devices have the
-        same number, and it is not known, the probe has another one."""
+        """The `options` for which ``fits(option, value, size)`` holds for all
+        values. If all devices have the same number of examples and the result
+        is not cached, the probe provides a value for another number."""
         values = list(zip(xs, self.sizes))
         for step in range(2):
             options = [one for one in options
@@ -465,7 +467,7 @@ class Joining:
                                       *shapes[0][axis + 1:])
         found = fitting(range(count), fits, count)
         if len(found) != 1:
-            self._known.clear()     # the next batch may tell more
+            self._known.clear()     # the next batch may decide
             raise ValueError(
                 f"{name} has shapes {shapes} on devices with {self.sizes} "
                 f"examples: {'several axes fit' if found else 'no axis fits'} "
@@ -476,7 +478,7 @@ class Joining:
 
 
 def _lists(x: Any) -> Iterator[list[Any]]:
-    """The outermost lists in `x`."""
+    """Outermost lists in `x`."""
     if type(x) is list:
         yield x
         return
@@ -485,7 +487,6 @@ def _lists(x: Any) -> Iterator[list[Any]]:
 
 
 def _entry(get: Callable[[Probed], Any], n: int, probed: Probed) -> Any:
-    """Entry `n` of the container that `get` takes out of `probed`, or
-    None."""
+    """Entry `n` of the container ``get(probed)``, or None."""
     found = containers.parts(get(probed))
     return found[1][n] if found and n < len(found[1]) else None

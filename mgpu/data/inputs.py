@@ -1,5 +1,4 @@
-"""What goes to the network of a batch that is a dict, and what MXNet's data
-iterators give."""
+"""Network inputs from batches that are dicts, and MXNet's data iterators."""
 import copy
 import inspect
 from collections import UserDict
@@ -18,9 +17,8 @@ _STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 def inputs_for(shard: Any, parameters: Callable[[], Parameters]
                ) -> tuple[Any, ...]:
-    """`as_inputs`, for a network whose forward has `parameters`: a dict is
-    `Kwargs` where these take names only.
-    """
+    """`as_inputs`, for a network whose forward has `parameters`. A dict
+    becomes `Kwargs` if all parameters are keyword-only."""
     inputs = as_inputs(shard)
     if len(inputs) == 1 and isinstance(inputs[0], Mapping) \
             and not isinstance(inputs[0], Kwargs):
@@ -31,59 +29,60 @@ def inputs_for(shard: Any, parameters: Callable[[], Parameters]
 
 
 @dataclass
-class Choice:
-    """Which entries of a batch, a dict, go to a network by name."""
+class InputSelection:
+    """Entries of a dict batch that are passed to a network by name."""
 
-    #: of forward; empty: the dict is the network's one input
+    #: parameters of forward; empty: the dict is the only input
     names: Collection[str]
-    #: entries that the network does not take, while `open` is not empty
+    #: entries that forward does not take, if `open` is not empty
     doubtful: Collection[str] = ()
-    #: parameters of forward that no entry gives
+    #: parameters of forward without an entry
     open: Collection[str] = ()
 
     def take(self, shard: Any) -> Any:
-        """The network's inputs."""
+        """The inputs of the network."""
         if shard is None:
             return None
         if not self.names:
             return copy.copy(shard)     # forward may pop from it
         return Kwargs({key: shard[key] for key in shard if key in self.names})
 
-    def told(self, loss: Callable[[Any, Any], Any]
-             ) -> Callable[[Any, Any], Any]:
-        """`loss` of such a batch, which is to read what the network does
-        not."""
-        def judge(output: Any, batch: Any) -> Any:
+    def checked(self, loss: Callable[[Any, Any], Any]
+                ) -> Callable[[Any, Any], Any]:
+        """`loss`, checked to read the entries that the network does not
+        take."""
+        def loss_fn(output: Any, batch: Any) -> Any:
             read: set[Any] = set()
             losses = loss(output, watched(batch, read))
             self.check(read, "the loss")
             return losses
-        return judge if self.doubtful else loss
+        return loss_fn if self.doubtful else loss
 
     def check(self, read: Collection[str], by: str) -> None:
-        """Raise ValueError for an entry that nobody has read."""
+        """Raise ValueError for an entry that is not in `read`."""
         unread = [key for key in self.doubtful if key not in read]
         if unread:
             raise ValueError(
-                "an entry of a batch that is a dict goes to the network where "
-                f"forward has its name, and is read by {by} otherwise; "
-                f"received {', '.join(map(repr, unread))}, which nobody "
-                f"reads, while nothing gives {', '.join(map(repr, self.open))}"
-                " of forward. Give the entry that name, or leave it out of "
-                "the batch.")
+                "each entry of a dict batch must be a parameter of forward or "
+                f"be read by {by}; received {', '.join(map(repr, unread))}, "
+                "which is neither, and no entry for "
+                f"{', '.join(map(repr, self.open))} of forward. Rename the "
+                "entry, or remove it from the batch.")
 
 
-def choose(batch: Mapping[Any, Any], parameters: Parameters) -> Choice:
-    """Which entries of `batch` go to a network whose forward has
-    `parameters`: those that it names, or all if it has ``**kwargs``. A
-    forward with one parameter without a default, whose name is no entry's,
-    takes the dict as its one input.
+def choose(batch: Mapping[Any, Any], parameters: Parameters) -> InputSelection:
+    """Select the entries of `batch` for a network whose forward has
+    `parameters`.
+
+    The network receives the entries named like a parameter, or all entries if
+    it has ``**kwargs``. If forward has exactly one parameter without a
+    default, and no entry has its name, the network receives the dict.
 
     Raises
     ------
     ValueError
-        Entries miss for parameters without a default, none has a
-        parameter's name, or the dict could be both.
+        Entries are missing for parameters without a default, no entry has the
+        name of a parameter, or the batch is ambiguous.
     """
     plain = [p for p in parameters if p.kind not in _STARS]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -95,28 +94,28 @@ def choose(batch: Mapping[Any, Any], parameters: Parameters) -> Choice:
     one_input = missing == needed and len(needed) == 1 \
         and plain[0].name in needed and plain[0].kind not in _NAMED
     if one_input and not (given or takes_all):
-        return Choice(())
+        return InputSelection(())
     if missing or not (given or takes_all or not names):
         why = ", which could be both" if one_input else \
             f", without {', '.join(map(repr, missing))}" if missing else ""
         raise ValueError(
-            "a batch that is a dict goes to the network by the names of "
-            "forward's parameters, or is its one input where forward has one "
-            f"parameter that no entry names; received entries {keys} for "
+            "the entries of a dict batch must be named like the parameters of "
+            "forward, or forward must have one parameter, which is no entry; "
+            f"received entries {keys} for "
             f"forward({', '.join(names)}{', **' * takes_all}){why}. Rename "
-            "the entries, or give pairs: (mgpu.Kwargs(name=...), labels) for "
+            "the entries, or pass pairs: (mgpu.Kwargs(name=...), labels) for "
             "inputs by name, (batch, labels) for one input.")
     if takes_all:
-        return Choice(keys)
+        return InputSelection(keys)
     if not names:
-        return Choice(())       # *args
+        return InputSelection(())       # *args
     left = [name for name in names if name not in given]
-    return Choice(given, [key for key in keys if key not in given]
-                  if left else (), left)
+    return InputSelection(given, [key for key in keys if key not in given]
+                          if left else (), left)
 
 
 class _Watched(dict[Any, Any]):
-    """A dict that adds the keys of the entries that are read to `read`."""
+    """A dict that records the keys of entries that are read in `read`."""
 
     def __init__(self, entries: Mapping[Any, Any], read: set[Any]) -> None:
         super().__init__(entries)
@@ -124,7 +123,7 @@ class _Watched(dict[Any, Any]):
 
 
 def _watch(name: str, one: bool) -> Callable[..., Any]:
-    """A method of dict that reads one entry, or all."""
+    """Wrap a method of dict that reads one entry, or all."""
     method = getattr(dict, name)
 
     def watched(self: _Watched, *args: Any) -> Any:
@@ -140,8 +139,8 @@ for _name in ("__iter__", "keys", "values", "items", "copy", "__or__"):
 
 
 def watched(batch: Any, read: set[Any]) -> Any:
-    """A shallow copy of `batch`, a dict; `read` gets the keys of the entries
-    that are read from it."""
+    """A shallow copy of the dict `batch` that records in `read` the keys of
+    entries that are read."""
     if isinstance(batch, UserDict):
         one = copy.copy(batch)
         one.data = _Watched(batch.data, read)
@@ -150,30 +149,35 @@ def watched(batch: Any, read: set[Any]) -> Any:
 
 
 def labels_of(batch: Mapping[str, Any]) -> str:
-    """The name of the entry that holds the class numbers.
+    """Name of the entry with the class numbers: "label" or "labels".
 
     Raises
     ------
     ValueError
-        None, or two.
+        The batch has neither, or both.
     """
     found = [name for name in ("label", "labels") if name in batch]
     if len(found) != 1:
         raise ValueError(
-            "the accuracy compares with 'labels' or 'label' of a batch that "
-            f"is a dict; received entries {list(batch)}. Give pairs: "
+            "the accuracy needs the entry 'labels' or 'label' of a dict "
+            f"batch; received entries {list(batch)}. Pass pairs: "
             "(mgpu.Kwargs(name=...), labels).")
     return found[0]
 
 
 class Rounds:
-    """A data iterator of MXNet's kind as an iterable of pairs, (X, y), that
-    can be gone through again: each ``iter()`` resets it. Rows that fill up
-    the last batch (``batch.pad``) are left out, but for those of the epoch
-    before ("roll_over").
+    """An iterable of pairs (X, y) over a data iterator of MXNet.
 
-    ValueError for examples on another axis than the first, and for an
-    iterator of MXNet's library."""
+    Each ``iter()`` resets the data iterator. Padding examples of the last
+    batch (``batch.pad``) are dropped, except with "roll_over", where they
+    belong to the previous epoch.
+
+    Raises
+    ------
+    ValueError
+        The examples are not on the first axis, or the data iterator is one of
+        MXNet's C++ library.
+    """
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -183,13 +187,14 @@ class Rounds:
         return (as_pair(batch, filled) for batch in self.data)
 
     def inputs(self) -> Iterator[Any]:
-        """X of each batch, which may have no labels."""
+        """Iterate over X of each batch. Labels may be missing."""
         filled = self._begin()
         return (unpadded(batch.data, batch.pad if filled else 0)
                 for batch in self.data)
 
     def _begin(self) -> bool:
-        """Reset the iterator; whether rows in `pad` are filling."""
+        """Reset the data iterator. Returns whether the examples in `pad` are
+        padding."""
         _check(self.data)
         self.data.reset()
         return all(getattr(one, "last_batch_handle", None) != "roll_over"
@@ -197,14 +202,14 @@ class Rounds:
 
 
 def as_rounds(data: Any) -> Any:
-    """`data`, or `Rounds` of it if it is a data iterator of MXNet's kind:
-    one with `reset` and `provide_data`."""
+    """`data`, or `Rounds` of it if it is a data iterator of MXNet, with
+    `reset` and `provide_data`."""
     return Rounds(data) if hasattr(data, "reset") \
         and hasattr(data, "provide_data") else data
 
 
 def _inner(data: Any) -> list[Any]:
-    """An iterator, and those that it takes its batches from."""
+    """A data iterator, and those that it reads from."""
     others = [getattr(data, "data_iter", None), *getattr(data, "iters", ())]
     return [data, *(one for other in others if other is not None
                     for one in _inner(other))]
@@ -213,16 +218,15 @@ def _inner(data: Any) -> list[Any]:
 def _check(data: Any) -> None:
     if any(hasattr(one, "handle") for one in _inner(data)):
         raise ValueError(
-            "an epoch has each example once; received a "
-            f"{type(data).__name__} of MXNet's library, which may fill up its "
-            "last batch from the next epoch (round_batch), begins that one "
-            "elsewhere then, and does not tell. Use a DataLoader, or "
-            "mx.io.NDArrayIter; or give pairs: ((b.data[0], b.label[0]) for b "
-            "in data), each epoch.")
+            "an epoch must have each example once; received a "
+            f"{type(data).__name__} of MXNet's library, which may pad its "
+            "last batch with examples of the next epoch (round_batch). Use a "
+            "DataLoader or mx.io.NDArrayIter, or pass pairs in each epoch: "
+            "((b.data[0], b.label[0]) for b in data).")
     for place in [*data.provide_data, *(data.provide_label or ())]:
         axis = (getattr(place, "layout", None) or "N").find("N")
         if axis > 0:
             raise ValueError(
-                "the first axis of a batch has the examples; received a data "
-                f"iterator of layout {place.layout!r} for {place[0]!r}. Make "
-                "it with the examples first ('N...').")
+                "the first axis of a batch must be that of the examples; "
+                f"received a data iterator of layout {place.layout!r} for "
+                f"{place[0]!r}. Create it with a layout 'N...'.")

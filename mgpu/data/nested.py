@@ -1,7 +1,7 @@
 """Nested data: arrays in lists, tuples, deques and mappings.
 
-An array is whatever has a ``shape`` (but for NumPy's scalars), and a list of
-numbers, or of such lists, which becomes one as `Backend.put` makes it.
+An array is an object with a ``shape`` other than a NumPy scalar, or a nested
+list of numbers, which is converted as by `Backend.put`.
 """
 from collections import UserDict, UserString, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,25 +15,27 @@ from mgpu.backends import containers, messages
 
 
 class OnDevices:
-    """The parts of a batch, one for each device, as one object. What takes a
-    list of parts takes it, and gives such an object for it.
+    """The shards of a batch as one object.
+
+    Functions that take a list of shards accept it, and return an object of
+    the same class.
 
     Attributes
     ----------
     shards : list
-        A native array for each device, or None.
+        A native array per device, or None.
     """
 
     shards: list[Any]
 
     def like(self, results: list[Any]) -> Any:
-        """One such object of `results`, which has an entry for each device;
-        a tuple of them where the entries are tuples or lists."""
+        """A new object with the shards `results`; a tuple of objects if the
+        shards are tuples or lists."""
         raise NotImplementedError
 
 
 def shards_of(x: Any) -> Any:
-    """The list of parts that `x` has, or is."""
+    """The list of shards of `x`; or `x`, if it is a list."""
     return x.shards if isinstance(x, OnDevices) else x
 
 
@@ -50,7 +52,7 @@ def _is_numbers(data: Any) -> bool:
 
 
 def entries_of(data: Any) -> list[Any] | None:
-    """What a container holds; None for arrays and for all else."""
+    """The entries of a container; None for arrays and other objects."""
     if is_array(data) or _is_numbers(data) \
             or not isinstance(data, (list, tuple, deque, Mapping)):
         return None
@@ -59,14 +61,14 @@ def entries_of(data: Any) -> list[Any] | None:
 
 
 def _known(data: Any) -> Any:
-    """`data`; a dict of a mapping that cannot be written to."""
+    """`data`, or a dict if it is a read-only mapping."""
     return dict(data) if not isinstance(data, (list, tuple, dict, UserDict)) \
         and isinstance(data, Mapping) else data
 
 
 def rebuild(data: Any, entries: Sequence[Any]) -> Any:
-    """A container like `data` of other entries. A mapping that is neither a
-    dict nor a UserDict becomes a dict."""
+    """A container of the type of `data` with other entries. Mappings other
+    than dict and UserDict become a dict."""
     keys, _ = containers.parts(_known(data)) or ((), ())
     return containers.rebuild(_known(data), keys, entries)
 
@@ -75,15 +77,25 @@ def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int,
                  entries: Callable[[Any], list[Any]] | None = None,
                  whole: Callable[[Any], None] | None = None
                  ) -> list[Any]:
-    """Apply `function`, array -> list of `k`, to each array in `data`, and
-    `entries` to each list that `is_listed`; `whole` sees each tuple without
-    arrays, and whatever else goes to all.
+    """Split nested data into `k` structures.
+
+    Parameters
+    ----------
+    function : callable
+        Array -> list of `k` values.
+    data : nested data
+    k : int
+    entries : callable, optional
+        Applied instead of `function` to each list for which `is_listed`.
+    whole : callable, optional
+        Called with each object that is not split, and with each tuple without
+        arrays.
 
     Returns
     -------
     list
-        `k` structures like `data`; number i holds entry i of each result.
-        Anything else goes to each of them as it is.
+        `k` structures like `data`. Structure i holds value i of each result,
+        and the objects that are not split.
     """
     if is_array(data):
         return function(data)
@@ -103,13 +115,13 @@ def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int,
 
 
 def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
-    """`data` with ``function(array)`` in the place of each array."""
+    """`data` with each array replaced by ``function(array)``."""
     mapped, = split_leaves(lambda x: [function(x)], data, 1)
     return mapped
 
 
 def leaves(data: Any) -> list[Any]:
-    """Everything in `data` that holds no other data, in order; without
+    """The objects in `data` that are not containers, in order, except
     None."""
     inside = entries_of(data)
     if inside is None:
@@ -129,15 +141,15 @@ def shapes_of(data: Any) -> list[tuple[int, ...]]:
 
 
 def is_listed(data: Any) -> bool:
-    """Whether `data` is a list that holds no array: of text, or objects, an
-    entry for each row."""
+    """Whether `data` is a list without arrays: strings or other objects, one
+    for each example."""
     return isinstance(data, list) and not _is_numbers(data) \
         and bool(leaves(data)) and not arrays_in(data)
 
 
 def lists_in(data: Any) -> Iterator[list[Any]]:
-    """The lists in `data`, but for those that are arrays and for what is in
-    those that are `is_listed`."""
+    """The lists in `data`, except arrays and the contents of lists for which
+    `is_listed`."""
     inside = entries_of(data)
     if inside is not None and isinstance(data, list):
         yield data
@@ -147,21 +159,21 @@ def lists_in(data: Any) -> Iterator[list[Any]]:
 
 
 def axis_in(shape: Sequence[int], batch_axis: int) -> int:
-    """The axis of the examples in an array of `shape`, which has one axis or
-    more: `batch_axis`, or the last axis of an array that has fewer."""
+    """The axis of the examples in an array of `shape`, with at least one
+    axis: `batch_axis`, or the last axis if there are fewer axes."""
     return min(batch_axis, len(shape) - 1)
 
 
 def row_counts(data: Any, batch_axis: int = 0) -> list[int]:
-    """The number of rows of each array in `data`."""
+    """Number of examples of each array in `data`."""
     return [shape[axis_in(shape, batch_axis)] if shape else 1
             for shape in (x.shape for x in arrays_in(data))]
 
 
 def rows_inside(x: Any) -> list[int]:
-    """The numbers of rows that an object which is no nested data may hold:
-    its length and those of the arrays in it, if it is a sequence, or those
-    of the arrays in its attributes."""
+    """Numbers of examples that an object may hold which is not split: its
+    length and those of its arrays, if it is a sequence; or the lengths of the
+    arrays in its attributes."""
     if isinstance(x, (str, UserString, bytes, bytearray, ModuleType)) \
             or callable(x):
         return []
@@ -171,13 +183,13 @@ def rows_inside(x: Any) -> list[int]:
 
 
 class NoRows(list[None]):
-    """What devices return for a batch of which this process has no rows, and
-    other processes have: None for each."""
+    """The results of the devices, None for each, if all examples of a batch
+    are on other processes."""
 
 
 def is_empty(data: Any) -> bool:
-    """Whether `data` holds no rows: the first array in it has no elements,
-    or the first of several inputs holds nothing (None, an empty list)."""
+    """Whether `data` holds no examples: its first array has no elements, or
+    the first of several inputs is empty (None, an empty list)."""
     first = data[0] if isinstance(data, tuple) and data else data
     if is_array(first):
         return 0 in first.shape
@@ -185,13 +197,13 @@ def is_empty(data: Any) -> bool:
 
 
 def rows_of(data: Any, batch_axis: int = 0) -> int | None:
-    """The number of rows of the first array in `data`."""
+    """Number of examples of the first array in `data`, or None."""
     return next(iter(row_counts(data, batch_axis)), None)
 
 
 def examples_of(labels: Any, batch_axis: int = 0) -> list[int]:
-    """How many examples `labels` may be of: `rows_of` them, or one for each
-    entry of a list of dicts, of lists, or of arrays of different lengths."""
+    """Possible numbers of examples of `labels`: `rows_of`, and the length of
+    a list of dicts, of lists, or of arrays of different lengths."""
     found = [rows_of(labels, batch_axis) or 0]
     if isinstance(labels, list) and (
             any(isinstance(x, (dict, list, tuple)) for x in labels)
@@ -201,14 +213,16 @@ def examples_of(labels: Any, batch_axis: int = 0) -> list[int]:
 
 
 def as_pair(batch: Any, filled: bool = True) -> tuple[Any, Any]:
-    """A batch of a data iterator, (X, y); (batch, None) for a dict, of which
-    the network and the loss take what they name; of a DataBatch of MXNet's
-    kind the inputs and labels, `unpadded` if it is `filled`.
+    """A batch of a data iterator as a pair (X, y).
+
+    A dict becomes (batch, None); the network and the loss read its entries by
+    name. A DataBatch of MXNet becomes its inputs and labels, `unpadded` if
+    `filled`.
 
     Raises
     ------
     TypeError
-        Any other batch.
+        Another type of batch.
     ValueError
         A DataBatch without labels.
     """
@@ -220,38 +234,38 @@ def as_pair(batch: Any, filled: bool = True) -> tuple[Any, Any]:
             and isinstance(batch.data, (list, tuple)):
         if not batch.label:
             raise ValueError(
-                "a data iterator gives inputs and labels; received a "
-                f"{type(batch).__name__} without labels. Make the iterator "
-                "with label=, the inputs again where they are what is learnt.")
+                "a data iterator must yield inputs and labels; received a "
+                f"{type(batch).__name__} without labels. Create the iterator "
+                "with label=; for an autoencoder, label the inputs.")
         pad = batch.pad if filled else 0
         return unpadded(batch.data, pad), unpadded(batch.label, pad)
     raise TypeError(
-        "a data iterator gives batches that are pairs, (X, y), or dicts; "
-        f"received a {type(batch).__name__}. Make pairs of them: ((b['x'], "
+        "a data iterator must yield pairs (X, y) or dicts; "
+        f"received a {type(batch).__name__}. Convert to pairs: ((b['x'], "
         "b['y']) for b in batches), or ((X, X) for X in batches).")
 
 
 def is_whole(X: Any, y: Any) -> bool:
-    """Whether `X` is a whole batch, a dict, of which the network and the loss
-    take what they name."""
+    """Whether `X` is a whole batch: a dict whose entries the network and the
+    loss read by name."""
     return y is None and isinstance(X, Mapping)
 
 
 def unpadded(arrays: Any, pad: int | None) -> Any:
-    """`arrays` of a DataBatch of MXNet's kind without their last `pad` rows;
-    a tuple where there are several."""
+    """The arrays of an MXNet DataBatch without the last `pad` examples; a
+    tuple if there are several."""
     cut = [x[:x.shape[0] - pad] if pad else x for x in arrays]
     return cut[0] if len(cut) == 1 else tuple(cut)
 
 
 def as_inputs(shard: Any) -> tuple[Any, ...]:
-    """What a network is called with. A tuple or list of arrays (a batch of a
-    torch or Gluon DataLoader is a list) stands for several inputs."""
+    """The positional arguments of a network. A tuple or list (a torch or
+    Gluon DataLoader yields lists) holds several inputs."""
     return tuple(shard) if type(shard) in (tuple, list) else (shard,)
 
 
 def cast_floats(data: Any, dtype: str) -> Any:
-    """NumPy copies of all arrays, floats in `dtype`; others as they are."""
+    """`data` as NumPy arrays, with floating-point arrays cast to `dtype`."""
     def cast(x: Any) -> np.ndarray:
         x = np.asarray(x)
         return x.astype(dtype) if x.dtype.kind == "f" else x

@@ -1,4 +1,4 @@
-"""The next batches, drawn in the background while the devices compute."""
+"""Prefetch batches in a background thread."""
 import atexit
 import contextvars
 import functools
@@ -19,23 +19,23 @@ from mgpu.data.inputs import as_rounds
 from mgpu.data.nested import map_leaves
 from mgpu.utils.arguments import batches, integer
 
-#: seconds that the end of the interpreter waits for a batch that is drawn
+#: seconds that the interpreter's exit waits for a batch in progress
 AT_EXIT = 10.0
 
-#: the name of a thread that draws; it is kept for the next iterator
+#: name of a worker thread; threads are reused by later iterators
 _NAME = "mgpu-prefetch"
 
 
-# Threads that draw, or wait for something to draw, never end: MXNet does not
-# give back what a thread's random streams take (5 MB).
-_idle: list[queue.SimpleQueue] = []     # of each thread that waits
-os.register_at_fork(after_in_child=_idle.clear)     # it has no such thread
-_here = threading.local()       # .ended: of what this thread draws
+# Worker threads never end: MXNet does not free the random streams of a thread
+# (5 MB).
+_idle: list[queue.SimpleQueue] = []     # one for each idle thread
+os.register_at_fork(after_in_child=_idle.clear)     # threads do not fork
+_here = threading.local()       # .ended: queue of the thread's current job
 
 
 def _hand_out(job: list[Callable[[], Any]], ended: queue.SimpleQueue) -> None:
-    """Let a thread take the function out of `job` and call it; then `ended`
-    has an entry."""
+    """Run the function in `job` in a worker thread, which removes it from
+    `job` first and adds an entry to `ended` at the end."""
     try:
         jobs = _idle.pop()
     except IndexError:
@@ -51,7 +51,7 @@ def _loop(jobs: queue.SimpleQueue) -> None:
         job, ended = jobs.get()
         _here.ended = ended
         thread.name = _NAME
-        job.pop()()     # no reference to it stays here
+        job.pop()()     # keep no reference to it
         thread.name = f"{_NAME}-idle"
         _idle.append(jobs)
         ended.put(True)
@@ -59,51 +59,50 @@ def _loop(jobs: queue.SimpleQueue) -> None:
 
 def prefetch(data: Iterable[Any], depth: int = 1, *, devices: Any = None
              ) -> "Prefetched":
-    """The batches of `data`, in its order, drawn ahead by one thread.
+    """Iterate over `data`, prefetching batches in a background thread.
 
-    Each ``iter()``, so each ``for`` loop, goes through `data` once, in a
-    thread that draws for it alone: a batch as soon as fewer than `depth`
-    wait to be taken. ``iter(data)`` itself is called by ``iter()``, in the
-    caller's thread; the thread has the caller's context variables and the
-    modes of the current backend (MXNet's NumPy mode, recording, autocast).
-    Random numbers of the framework that `data` draws are the same in every
-    run after one `mgpu.seed`: on torch those of its default stream, as
-    without `prefetch`; on MXNet, where each thread has streams, new ones.
-    `data` may be prefetched itself and may run networks, but must not wait
-    for what the loop does with a batch: the loop may wait for it.
+    Each ``iter()``, and so each ``for`` loop, iterates over `data` once, with
+    one thread that keeps up to `depth` batches ready. ``iter(data)`` is
+    called in the caller's thread. The background thread has the caller's
+    context variables and the modes of the current backend (MXNet's NumPy
+    mode, recording, autocast).
+
+    Random numbers of the framework that `data` uses are reproducible after
+    `mgpu.seed`. On torch they come from the default generator, as without
+    `prefetch`; on MXNet, which has generators for each thread, from new ones.
+
+    `data` may be prefetched itself and may run networks. It must not wait for
+    the loop to process a batch, which would be a deadlock.
 
     Parameters
     ----------
     data : iterable
-        Of anything; what can be gone through once per epoch stays so.
+        Batches of any type.
     depth : int
-        Batches that are drawn and not taken, 1 or more; the memory of
-        `depth` batches besides the one in use.
+        Number of batches to prefetch, 1 or more. They take the memory of
+        `depth` batches.
     devices : devices, optional
-        Where the batches go (default: all GPUs). For CUDA devices of torch
-        the arrays of a batch, also inside tuples, lists and dicts, are
-        copied to page-locked memory and become CPU tensors, so that `put`
-        and `split_batch` need not wait for their copies. Otherwise batches
-        are handed on as they are.
+        Devices that will use the batches (default: all GPUs). For CUDA
+        devices of torch, arrays in a batch, including those in tuples, lists
+        and dicts, are copied to pinned memory as CPU tensors, so `put` and
+        `split_batch` copy asynchronously. Otherwise batches are not copied.
 
     Returns
     -------
     iterable
-        It has the ``len()`` of `data`, where that has one. Its iterator
-        blocks while no batch is ready. An exception of `data` is raised
-        after the batches before it, and ends the iteration.
+        Has the ``len()`` of `data`, if any. Its iterator blocks until a batch
+        is ready. An exception of `data` is raised after the batches before
+        it, and ends the iteration.
 
-        Drawing ends with the iteration: after the last batch, an exception,
-        ``break`` or Ctrl-C, or when the iterator is dropped or closed; that
-        waits for the batch that is being drawn. The thread is kept for a
-        later iterator. Of an iterator that is not started again by
-        ``iter()``, batches that were drawn and not taken are lost then.
+        Prefetching stops after the last batch, an exception, ``break`` or
+        Ctrl-C, or when the iterator is deleted or closed, and waits for the
+        batch in progress. Batches that were prefetched and not used are lost
+        if `data` is an iterator that ``iter()`` does not restart.
 
     Raises
     ------
     ValueError
-        `depth` is not a whole number of 1 or more; or `devices` holds
-        something that is not a device.
+        `depth` is not an integer of 1 or more, or `devices` are invalid.
     TypeError
         `data` is not iterable.
     """
@@ -113,26 +112,26 @@ def prefetch(data: Iterable[Any], depth: int = 1, *, devices: Any = None
 
 
 def order_of(data: Any) -> BatchIterator | None:
-    """The `BatchIterator` behind `data`, if there is one."""
+    """The `BatchIterator` that `data` is or prefetches, or None."""
     while isinstance(data, Prefetched):
         data = data.data
     return data if isinstance(data, BatchIterator) else None
 
 
 def place_of(data: Any) -> list[Any] | None:
-    """Where a loop over `data` goes on, as processes compare it
-    (`BatchIterator.place`); None without a known order."""
+    """`BatchIterator.place` of the next batch of `data`, which processes
+    compare. None without a known order."""
     order = order_of(data)
     return None if order is None else order.place(*order.position)
 
 
 class Prefetched:
-    """What `prefetch` returns.
+    """Iterable returned by `prefetch`.
 
     Attributes
     ----------
     data : iterable
-        Where the batches come from.
+        Source of the batches.
     """
 
     def __init__(self, data: Iterable[Any], depth: int,
@@ -143,32 +142,32 @@ class Prefetched:
         return len(self.data)      # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        # Not a generator itself: `data` may count its epochs by iter(). What
-        # the thread knows, in `draw`, does not lead to the generator below:
-        # dropping that is what ends the thread. No semaphore and no event:
-        # Ctrl-C inside one can leave its lock taken, for ever. These queues
-        # are written in C.
+        # Not a generator itself: `data` may count its epochs by iter(). The
+        # thread, in `draw`, has no reference to the generator below, because
+        # deleting the generator ends the thread. SimpleQueue, which is
+        # written in C, instead of semaphores and events: Ctrl-C inside these
+        # can leave a lock acquired.
         backend, data = get_backend(), self.data
         pin = backend.pinner(self._devices or try_all_gpus())
         source = iter(as_rounds(data))
         epoch = source if isinstance(source, Epoch) else None
         if epoch is not None:
             epoch.moves = False
-        # An entry is made for each: no more than could ever wait.
+        # An entry is put for each batch, so no more than `data` has.
         depth = min(self._depth, max(1, length_hint(data, 1 << 16)))
         modes, context = backend.carry(), contextvars.copy_context()
-        drawn: queue.SimpleQueue = queue.SimpleQueue()  # a batch, or nothing
-        wanted: queue.SimpleQueue = queue.SimpleQueue()     # draw one
+        drawn: queue.SimpleQueue = queue.SimpleQueue()  # a batch, or the end
+        requests: queue.SimpleQueue = queue.SimpleQueue()   # of a batch
         ended: queue.SimpleQueue = queue.SimpleQueue()
-        stop: list[bool] = []       # not empty: draw no more
+        stop: list[bool] = []       # not empty: stop drawing
         failure: list[BaseException] = []
         job: list[Callable[[], Any]] = []
-        process = os.getpid()       # a forked one has no thread to wait for
+        process = os.getpid()       # a forked process has no thread
 
         def draw(drawing: Callable[[], AbstractContextManager[None]]) -> None:
             try:
                 with modes():
-                    while wanted.get() and not stop:
+                    while requests.get() and not stop:
                         with drawing():
                             box = list(itertools.islice(source, 1))
                         if not box:
@@ -177,48 +176,48 @@ class Prefetched:
                             box = map_leaves(pin, box)
                         drawn.put(box)
                         del box
-            except BaseException as error:  # raised where it is waited for
+            except BaseException as error:  # raised in the caller's thread
                 failure.append(error)
             drawn.put([])
 
         def end(seconds: float | None = None) -> None:
             stop.append(True)
-            wanted.put(True)
-            # The last reference may go while the thread itself runs.
+            requests.put(True)
+            # The thread itself may delete the last reference.
             if not job and process == os.getpid() \
                     and getattr(_here, "ended", None) is not ended:
                 with backend.aside(), suppress(queue.Empty):
                     ended.put(ended.get(timeout=seconds))
 
         def batches() -> Iterator[Any]:
-            # What draws no random numbers needs no streams.
+            # Without random numbers, no streams are needed.
             fixed = isinstance(data, (list, tuple)) \
                 or isinstance(data, BatchIterator) and data.fixed
             job.append(functools.partial(
                 context.run, draw, nullcontext if fixed
                 else backend.drawing(stop)))
             for _ in range(depth):
-                wanted.put(True)
-            # Code of a backend aborts where the interpreter ends under it.
+                requests.put(True)
+            # Backend code aborts if the interpreter exits during it.
             atexit.register(end, AT_EXIT)
             try:
                 _hand_out(job, ended)
                 while True:
                     with backend.aside():
                         box = drawn.get()
-                    wanted.put(True)
+                    requests.put(True)
                     if not box:
                         break
                     if epoch is not None:
                         epoch.taken()
-                    yield box.pop()     # no reference to it stays here
+                    yield box.pop()     # keep no reference to it
                 if failure:
                     raise failure.pop()
                 if epoch is not None:
                     epoch.ended()
             finally:
                 atexit.unregister(end)
-                if not sys.is_finalizing():     # that has waited already
+                if not sys.is_finalizing():     # atexit has waited
                     end()
         return batches()
 

@@ -1,4 +1,4 @@
-"""Cutting a batch into shards, one per device."""
+"""Split a batch into shards, one per device."""
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -22,17 +22,23 @@ if TYPE_CHECKING:
 __all__ = ["map_leaves", "rows_of", "shard_bounds", "split_and_load",
            "split_batch", "split_data"]
 
-map_leaves = split_leaves       # its name until version 0.1
+map_leaves = split_leaves       # the name in version 0.1
 
 
 def shard_bounds(n: int, k: int, weights: Sequence[float] | None = None
                  ) -> list[tuple[int, int]]:
-    """Where `k` shards of `n` rows begin and end, in integers.
+    """Bounds (start, stop) of `k` shards of `n` examples.
 
-    Without weights the first ``n % k`` shards get one row more (Gluon 1.9.1,
-    ``gluon/utils.py``, ``split_data``). With `weights`, shard i gets its
-    share ``n * w[i] / sum(w)`` rounded down; rows left over go one each to
-    the largest remainders, the earlier shard first.
+    Without weights, the first ``n % k`` shards have one more example (Gluon
+    1.9.1, ``gluon/utils.py``, ``split_data``). With `weights`, shard i has
+    ``n * w[i] / sum(w)`` examples, rounded down; the remaining examples go to
+    the shards with the largest remainders, in case of ties to the first.
+
+    Raises
+    ------
+    ValueError
+        `n` or `k` is not an integer, or too small; `weights` are not `k`
+        positive numbers.
 
     Examples
     --------
@@ -42,8 +48,8 @@ def shard_bounds(n: int, k: int, weights: Sequence[float] | None = None
     [(0, 6), (6, 9)]
     """
     if not (is_integer(n, 0) and is_integer(k, 1)):
-        raise ValueError(f"n rows on k shards are whole numbers, n >= 0 and "
-                         f"k >= 1; received n={n!r}, k={k!r}.")
+        raise ValueError(f"n and k must be integers, n >= 0 and k >= 1; "
+                         f"received n={n!r}, k={k!r}.")
     if weights is None:
         sizes = [n // k + (i < n % k) for i in range(k)]
     else:
@@ -59,7 +65,7 @@ def shard_bounds(n: int, k: int, weights: Sequence[float] | None = None
 
 def _shares(weights: Sequence[float], k: int) -> "list[Fraction]":
     from fractions import Fraction      # 4 ms of `import mgpu`
-    try:    # infinity and NaN are no fractions
+    try:    # Fraction raises for infinity and NaN
         exact = [Fraction(float(w)) for w in weights]
     except (TypeError, ValueError, OverflowError):
         exact = []
@@ -71,8 +77,8 @@ def _shares(weights: Sequence[float], k: int) -> "list[Fraction]":
 
 def split_data(data: Any, num_slice: int, batch_axis: int = 0,
                even_split: bool = True) -> list[Any]:
-    """Cut an array into `num_slice` along `batch_axis`, where it is; Gluon's
-    function.
+    """Split an array into `num_slice` slices along `batch_axis`, on its
+    device, as ``gluon.utils.split_data``.
 
     Parameters
     ----------
@@ -80,23 +86,22 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0,
     num_slice : int
     batch_axis : int
     even_split : bool
-        Refuse a size that does not divide evenly. If False, see
-        `shard_bounds`.
+        Whether to raise if the size is not divisible by `num_slice`. If
+        False, see `shard_bounds` for the sizes.
 
     Returns
     -------
     list of arrays
-        They may share memory with `data`, and may be empty. Gradients flow
-        back while recording.
+        They may be views of `data`, and may be empty. Differentiable.
 
     Raises
     ------
     ValueError
-        An uneven size with ``even_split=True``.
+        The size is not divisible, with ``even_split=True``.
     IndexError
-        No such axis.
+        `data` has no axis `batch_axis`.
     TypeError
-        An array of the other framework.
+        `data` is an array of the other framework.
     """
     k = integer("num_slice", num_slice, 1)
     _check_dense(data)
@@ -108,7 +113,8 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0,
 
 def _bounds(k: int, even: bool, weights: Sequence[float] | None,
             shape: tuple[int, ...], axis: int) -> list[tuple[int, int]]:
-    """`shard_bounds` along `axis`; `even`: ValueError for other sizes."""
+    """`shard_bounds` along `axis`. `even`: raise ValueError if the size is
+    not divisible."""
     if even and shape[axis] % k != 0:
         raise ValueError(
             f"data with shape {shape} cannot be evenly split into {k} "
@@ -122,45 +128,43 @@ def split_and_load(data: Any, devices: Any = None, batch_axis: int = 0,
                    even_split: bool = True,
                    weights: Sequence[float] | None = None, *,
                    ctx_list: Any = None) -> list[Any]:
-    """Cut `data` along `batch_axis` and copy shard i to ``devices[i]``.
+    """Split `data` along `batch_axis` and copy shard i to ``devices[i]``.
 
-    Gluon 1.9.1's function, on both backends.
+    As ``gluon.utils.split_and_load`` of Gluon 1.9.1, on both backends. NumPy
+    data are sliced on the host, so a device receives only its own slice.
 
     Parameters
     ----------
     data : native array, NumPy array, list of numbers, or a tuple, list,
         dict, deque or named tuple of them
-        Nested data are split leaf by leaf, and so is a list without arrays
-        (of text, with an entry for each row); anything else goes to every
-        device as it is, a tuple of text or numbers too, unless it has as
-        many entries, or rows in it, as the batch. NumPy data are sliced on the
-        host, so that a device receives only its own slice.
+        Arrays in containers are split, and so are lists without arrays, such
+        as strings, which have an entry for each example. Other objects,
+        including tuples of strings or numbers, are passed to every device.
     devices, ctx_list : sequence of devices
-        One of them: the second is Gluon's word.
+        Pass one of them; `ctx_list` is Gluon's name.
     batch_axis : int
     even_split : bool
-        Refuse a batch that does not divide evenly. If False, see
-        `shard_bounds`.
+        Whether to raise if the batch size is not divisible by the number of
+        devices. If False, see `shard_bounds` for the sizes.
     weights : sequence of float, optional
-        Shard sizes in proportion, for devices of unequal power; implies
+        Relative shard sizes, for devices of different speed. Implies
         ``even_split=False``.
 
     Returns
     -------
     list
-        One shard per device, always a fresh copy, dtype kept (Gluon's own
-        function makes float32 of NumPy data). Shards may be empty when
-        there are fewer rows than devices. Gradients flow back to `data`
-        while recording.
+        One shard per device, a copy of the same dtype (Gluon's function
+        converts NumPy data to float32). Shards may be empty if there are
+        fewer examples than devices. Differentiable.
 
     Raises
     ------
     ValueError
-        An uneven batch with ``even_split=True``; wrong weights; a tuple
-        without arrays, or another object, that has as many entries, or
-        arrays of as many rows, as the batch has rows.
+        The batch size is not divisible, with ``even_split=True``; invalid
+        weights; a tuple without arrays, or another object, that holds as many
+        entries or examples as the batch and would be passed to every device.
     TypeError
-        An array of the other framework, or no array at all.
+        `data` holds an array of the other framework, or no array.
     """
     devices = as_devices(one_given(devices=devices, ctx_list=ctx_list))
     _check_dense(data)
@@ -176,7 +180,7 @@ def _split_and_load(data: Any, devices: Sequence[Device], batch_axis: int,
                     axis_of: Callable[[tuple[int, ...]], int],
                     even_split: bool, weights: Sequence[float] | None
                     ) -> list[Any]:
-    """`split_and_load`, of an array of some shape along ``axis_of(shape)``."""
+    """`split_and_load` along ``axis_of(shape)`` of each array."""
     backend, k = get_backend(), len(devices)
 
     def load(x: Any, axis: int, begin: int, end: int, i: int) -> Any:
@@ -193,9 +197,10 @@ def _cut(data: Any, k: int, axis_of: Callable[[tuple[int, ...]], int],
          bounds_of: Callable[[tuple[int, ...], int],
                              Sequence[tuple[int, int]]],
          part: Callable[..., Any], batch: Any, batch_axis: int) -> list[Any]:
-    """`data` in `k` parts: arrays along ``axis_of(shape)``, and lists without
-    arrays. ``part(x, axis, begin, end, i)`` is part i of an array. Raises for
-    what may be of the rows of `batch`, and would go into each part."""
+    """Split `data` into `k` parts: arrays along ``axis_of(shape)``, and lists
+    without arrays. ``part(x, axis, begin, end, i)`` returns part i of an
+    array. Raises ValueError for an object that may hold the examples of
+    `batch` and would be in every part."""
     backend = get_backend()
 
     def cut(x: Any) -> list[Any]:
@@ -218,14 +223,14 @@ def _check_dense(data: Any) -> None:
     for x in leaves(data):
         if backend.is_native(x) and not backend.is_dense(x):
             raise ValueError(
-                "a batch is cut into rows of dense arrays; received a sparse "
-                f"or nested {type(x).__name__}. Make it dense first: "
-                "x.to_dense() on torch, x.tostype('default') on MXNet.")
+                "a batch must hold dense arrays; received a sparse or nested "
+                f"{type(x).__name__}. Make it dense first: x.to_dense() on "
+                "torch, x.tostype('default') on MXNet.")
 
 
 def _check_whole(data: Any, axis: int, x: Any) -> None:
-    """Refuse `x` in `data`, which would go to all devices as it is, if it
-    may be of the rows."""
+    """Raise ValueError if `x` in `data`, which would be passed to all
+    devices, may hold the examples."""
     rows = rows_inside(x)
     if not rows:
         return
@@ -233,41 +238,39 @@ def _check_whole(data: Any, axis: int, x: Any) -> None:
               if -len(shape) <= axis < len(shape)), 0)
     if n > 1 and n in rows:
         raise ValueError(
-            "arrays in tuples, lists, dicts and named tuples are cut into "
-            "rows, and lists without arrays have an entry for each row; "
-            f"received a {type(x).__name__} that holds {n} entries or rows, "
-            "as the batch has, which would go to every device. Give what is "
-            "of the rows as an array, or as a list, list(x), and what "
-            "belongs to the whole batch in a dict.")
+            f"a {type(x).__name__} is passed to every device; received one "
+            f"that holds {n} entries or examples, as many as the batch. Pass "
+            "values of the examples as an array or a list, list(x), and "
+            "values of the whole batch in a dict.")
 
 
 def check_lists(X: Any, y: Any, n: int) -> None:
-    """Refuse lists of which it is not known what their entries are."""
-    # The network's inputs, where X itself is a list.
+    """Raise ValueError for lists whose entries are ambiguous."""
+    # If X is a list, it holds the network's inputs.
     for one in lists_in((tuple(X) if type(X) is list else X, y)):
         if is_listed(one):
             if len(one) != n:
                 raise ValueError(
-                    "a list without arrays has an entry for each row of the "
-                    f"batch; received {len(one)} entries, {one[0]!r} first, "
-                    f"for {n} rows. Give what belongs to the whole batch as "
-                    "a tuple.")
+                    "a list without arrays must have an entry for each "
+                    f"example; received {len(one)} entries, {one[0]!r} first,"
+                    f" for {n} examples. Pass values of the whole batch as a "
+                    "tuple.")
         elif len(one) == n > 1:
             first, *others = map(shapes_of, one)
             if first and all(shapes == first for shapes in others):
                 raise ValueError(
-                    "a list of arrays in a batch holds several arrays of all "
-                    f"rows, or one for each row; received {n} of shape "
-                    f"{first[0]} for {n} rows, which could be both. Give "
-                    "several arrays as a tuple, and stack those of the rows "
-                    "in one array.")
+                    "a list in a batch holds arrays of all examples, or one "
+                    f"array for each example; received {n} of shape "
+                    f"{first[0]} for {n} examples, which could be both. Pass "
+                    "several arrays as a tuple, or stack the arrays of the "
+                    "examples.")
 
 
 def cut_rows(data: Any, bounds: Sequence[tuple[int, int]], batch: Any = None,
              batch_axis: int = 0) -> list[Any]:
-    """`data` in parts along `batch_axis`, where it is: lists without arrays
-    too. Raises as `split_and_load` for what may be of the rows of `batch`
-    (default: `data`), and would go into each part."""
+    """Split `data` along `batch_axis` without copying it to devices. Lists
+    without arrays are split too. Raises ValueError as `split_and_load`, with
+    the examples of `batch` (default: `data`)."""
     return _cut(data, len(bounds), partial(axis_in, batch_axis=batch_axis),
                 lambda *_: bounds, lambda x, axis, begin, end, _: _slice(
                     x, axis, begin, end),
@@ -281,9 +284,9 @@ def _to(device: Device, x: Any) -> Any:
 
 def join_shards(shards: Sequence[Any], sizes: Sequence[int], device: Device,
                 batch_axis: int = 0) -> Any:
-    """The parts of a batch, of so many examples each, as one on `device`:
-    arrays along `batch_axis`, and lists with an entry for each example end to
-    end. Other values are those of the first part."""
+    """Concatenate shards of `sizes` examples on `device`: arrays along
+    `batch_axis`, and lists with an entry for each example. Other values are
+    taken from the first shard."""
     backend, first = get_backend(), shards[0]
     if nested.is_array(first):
         if not first.shape or not shards[1:]:
@@ -316,37 +319,40 @@ def _slice(x: Any, axis: int, begin: int, end: int) -> Any:
 def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
                 weights: Sequence[float] | None = None, batch_axis: int = 0
                 ) -> tuple[list[Any], list[Any]]:
-    """Split features and labels; uneven by default. The book's function.
+    """Split features and labels over devices, unevenly by default.
+
+    The function of the same name in the book.
 
     Parameters
     ----------
-    X, y : arrays (native or NumPy, or nested)
+    X, y : native or NumPy arrays, or nested
     devices : sequence of devices
     even_split, weights
-        As in `split_and_load`.
+        As for `split_and_load`.
     batch_axis : int
-        The axis of the examples in each array of `X` and of `y`, 0 or more:
-        1 for (time, batch, features) and labels (time, batch). Arrays with
-        fewer axes are split along their last one, as labels (batch,) are.
-        A shape does not tell its layout: with the default, an array (time,
-        batch) is split along the time.
+        Axis of the examples in each array of `X` and `y`, 0 or more: 1 for
+        inputs (time, batch, features) and labels (time, batch). Arrays with
+        fewer axes, such as labels (batch,), are split along their last axis.
+        The layout cannot be determined from a shape: with the default, an
+        array (time, batch) is split along the time.
 
     Returns
     -------
     (list, list)
-        One shard of each per device; with fewer rows than devices the last
-        shards are empty. Of a dict and ``y=None``: its shards, twice. With
-        several processes, of which this one has no rows of the batch: None for
-        each device.
+        Shards of `X` and `y`, one per device. The last shards are empty if
+        there are fewer examples than devices. For a dict `X` and ``y=None``,
+        its shards, twice. In distributed training, None for each device if
+        this process has no examples of the batch.
 
     Raises
     ------
     ValueError
-        `X` and `y` (or arrays in them) of different lengths (so also a list
-        with a dict of arrays for each row: see `train_batch`), or an empty
-        batch; a list (not `X` itself, the inputs of a network) of as many
-        like arrays as there are rows, which may be one for each; and what
-        `split_and_load` refuses.
+        `X` and `y`, or arrays in them, differ in length (as a list with a
+        dict of arrays for each example does, see `train_batch`); an empty
+        batch; a list, other than `X` itself, of as many arrays of one shape
+        as there are examples, which is ambiguous.
+    TypeError, ValueError
+        As `split_and_load`.
     """
     whole = is_whole(X, y)
     if whole:
@@ -366,17 +372,17 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
                                                       weights), strict=True)]
     if n != m or len(n) > 1:
         raise ValueError(
-            "X and y must have equally many rows; received "
+            "X and y must have the same number of examples; received "
             f"{' or '.join(map(str, n)) or 'none'} and "
             f"{' or '.join(map(str, m)) or 'none'}. Cut them to one length. "
-            "Give numbers as an array or a list, and labels with an entry "
-            "for each row (the boxes of each picture) as a list.")
+            "Pass numbers as an array or a list, and labels with an entry "
+            "for each example (the boxes of each image) as a list.")
     if n == [0] and distributed.current().size > 1:
-        # Other processes have the rows of this batch.
+        # The examples of this batch are on other processes.
         return [None] * len(devices), [None] * len(devices)
     if n in ([], [0]):
-        raise ValueError("a batch has arrays of at least one row, in a pair "
-                         "(X, y) or a dict; received none. Leave it out.")
+        raise ValueError("a batch must hold at least one example, in a pair "
+                         "(X, y) or a dict; received none. Skip it.")
     check_lists(X, y, n[0])
     shards = load(X)
     return shards, shards if whole else load(y)

@@ -309,7 +309,7 @@ def split_inputs(X: Any, y: Any, devices: Sequence[Device], split_f: Callable,
         y_shards = [shard if label is None or shard is None else shard[label]
                     for shard in X_shards]
         X_shards = list(map(choice.take, X_shards))
-        loss = loss and choice.told(loss)
+        loss = loss and choice.checked(loss)
     elif loss is None and isinstance(X, Mapping):
         X_shards = [shard if shard is None else inputs_for(shard, parameters)
                     for shard in X_shards]

@@ -1,4 +1,4 @@
-"""Checks that arguments of many functions share."""
+"""Argument checks."""
 import functools
 import inspect
 import math
@@ -11,8 +11,8 @@ import numpy as np
 
 
 def is_integer(value: Any, least: int) -> bool:
-    """Whether `value` is a whole number (of Python, NumPy or any type with
-    ``__index__``; no truth value) of `least` or more."""
+    """Whether `value` is an integer, at least `least`: of Python, NumPy or
+    any type with ``__index__``, except bool."""
     if type(value) is int:      # quicker
         return value >= least
     if isinstance(value, (bool, np.bool_)):
@@ -24,14 +24,14 @@ def is_integer(value: Any, least: int) -> bool:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether `value` is a real number (of Python, NumPy or any type that is
-    a `numbers.Real`; no truth value)."""
+    """Whether `value` is a real number: of Python, NumPy or any subclass of
+    `numbers.Real`, except bool."""
     return type(value) is float or (    # quicker
         isinstance(value, Real) and not isinstance(value, bool))
 
 
 def integer(name: str, value: Any, least: int) -> int:
-    """`value` as an int of `least` or more, or ValueError."""
+    """`value` as an int, at least `least`. Raises ValueError."""
     if not is_integer(value, least):
         raise ValueError(f"{name} must be an integer of {least} or more; "
                          f"received {value!r}.")
@@ -39,8 +39,8 @@ def integer(name: str, value: Any, least: int) -> int:
 
 
 def batch_size(value: Any) -> int:
-    """A number of rows, 1 or more, which may be a float that is whole; or
-    ValueError."""
+    """`value` as a batch size, 1 or more; accepts a float such as 32.0.
+    Raises ValueError."""
     if is_number(value) and float(value).is_integer():
         value = int(value)
     return integer("batch_size", value, 1)
@@ -48,7 +48,7 @@ def batch_size(value: Any) -> int:
 
 def number(name: str, value: Any, least: float = -math.inf,
            most: float = math.inf) -> float:
-    """`value` as a finite float from `least` to `most`, or ValueError."""
+    """`value` as a finite float in [`least`, `most`]. Raises ValueError."""
     if not is_number(value) or not math.isfinite(value) \
             or not least <= value <= most:
         low = "" if least == -math.inf else f" of {least:g} or more"
@@ -60,8 +60,8 @@ def number(name: str, value: Any, least: float = -math.inf,
 
 def finite(what: str, value: Any, limits: str = "",
            fits: Callable[[float], bool] = lambda value: True) -> None:
-    """Raise TypeError or ValueError unless `value` is a finite number that
-    `fits`; `limits` says which do."""
+    """Raise TypeError or ValueError unless `value` is a finite number and
+    ``fits(value)``. `limits` describes the condition in the message."""
     rule = f"{what} must be a finite number{limits}"
     if not is_number(value):
         raise TypeError(f"{rule}; received {value!r} of type "
@@ -71,8 +71,9 @@ def finite(what: str, value: Any, limits: str = "",
 
 
 def check_batch_size(batch_size: Any) -> float:
-    """What sums over examples are divided by: examples, or tokens, or a sum
-    of weights. ValueError for what is no finite number above 0."""
+    """`batch_size` as the divisor of sums over examples, a number of examples
+    or tokens, or a sum of weights. Raises ValueError unless it is a finite
+    number above 0."""
     if is_integer(batch_size, 1):
         return operator.index(batch_size)
     x = batch_size.item() if getattr(batch_size, "shape", None) == () \
@@ -81,13 +82,13 @@ def check_batch_size(batch_size: Any) -> float:
             and 0 < x < math.inf:
         return float(x)
     raise ValueError(f"batch_size must be a finite number above 0; received "
-                     f"{batch_size!r}. Pass the rows of the whole batch, "
-                     "over all devices, or what else the loss is divided by: "
-                     "its tokens, or the sum of its weights.")
+                     f"{batch_size!r}. Pass the global batch size, over all "
+                     "devices, or another divisor of the loss: the number of "
+                     "tokens, or the sum of the weights.")
 
 
 def one_of(name: str, value: Any, known: Collection[Any]) -> Any:
-    """`value`, or ValueError if it is not one of `known`."""
+    """`value`. Raises ValueError if it is not in `known`."""
     if value not in known:
         raise ValueError(f"unknown {name}; received {value!r}. Use one of "
                          f"{', '.join(map(repr, known))}.")
@@ -95,26 +96,27 @@ def one_of(name: str, value: Any, known: Collection[Any]) -> Any:
 
 
 def one_given(**values: Any) -> Any:
-    """The one of `values`, two words for one argument, that is not None, or
-    TypeError."""
+    """The value of an argument with two names. Raises TypeError unless
+    exactly one of `values` is not None."""
     given = [name for name, value in values.items() if value is not None]
     if len(given) != 1:
         raise TypeError(f"expected {' or '.join(values)}; received "
-                        f"{' and '.join(given) or 'none of them'}. Give one.")
+                        f"{' and '.join(given) or 'neither'}. Pass one.")
     return values[given[0]]
 
 
 def batches(name: str, value: Any) -> Any:
-    """`value`, or TypeError if no loop can go through it."""
+    """`value`. Raises TypeError if it is not iterable."""
     if not (hasattr(value, "__iter__") or hasattr(value, "__getitem__")):
         raise TypeError(f"{name} must be an iterable of batches; received "
-                        f"{type(value).__name__}. Pass for example a list of "
-                        "(X, y), or a data loader.")
+                        f"{type(value).__name__}. Pass a list of (X, y) "
+                        "pairs, or a data loader.")
     return value
 
 
 def by_name(name: str, value: Any) -> Mapping[str, Any]:
-    """`value`, an empty dict for None, or TypeError if it is no mapping."""
+    """`value`, or an empty dict for None. Raises TypeError if it is not a
+    mapping."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -153,9 +155,9 @@ def hinting(**hints: str) -> Callable[[_Function], _Function]:
 
 
 class Hints:
-    """Says what mgpu calls instead where one asks for a framework's name."""
+    """Mixin whose AttributeError suggests mgpu's name for a framework's."""
 
-    #: by name: what to use
+    #: attribute name of a framework -> mgpu's
     _hints: ClassVar[Mapping[str, str]] = {}
     #: public names that other modules of mgpu use, and users do not
     _internal: ClassVar[Collection[str]] = ()

@@ -1,8 +1,6 @@
-"""What mgpu reads from the environment of its process, and the packages that
-it can do without.
+"""Environment variables of mgpu, and optional packages.
 
-Each variable stands here once, with its meaning and its reader. `mgpu doctor`,
-README's table and the guide are made from `VARIABLES`.
+`mgpu doctor`, README's table and the guide are generated from `VARIABLES`.
 """
 import importlib
 import os
@@ -14,21 +12,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable; a call returns its value now.
+    """An environment variable. Calling it returns the current value.
 
     Attributes
     ----------
     name : str
     meaning : str
-        What it sets, and what holds without it.
+        The setting, and the behavior without the variable.
     parse : callable
-        What makes a value of its text; ValueError for text that has none.
+        Converts the text to a value. Raises ValueError.
     rule : str
-        What `parse` takes.
+        Description of the accepted values.
     default : object
-        The value where the variable is unset or empty.
+        Value of an unset or empty variable.
     former : str
-        Its name in an older version, read where `name` is not set.
+        Name in an older version, read if `name` is unset.
     """
 
     name: str
@@ -39,7 +37,7 @@ class Variable:
     former: str = ""
 
     def read(self) -> Any:
-        """The value now, checked. Raises ValueError."""
+        """The current value. Raises ValueError if it is invalid."""
         name = next(filter(os.environ.get, (self.name, self.former)), None)
         if name is None:
             return self.default
@@ -48,14 +46,14 @@ class Variable:
             return self.parse(text)
         except ValueError:
             raise ValueError(f"{name} must be {self.rule}; received "
-                             f"{text!r}. Unset it, or set it so.") from None
+                             f"{text!r}. Correct it, or unset it.") from None
 
     __call__ = read
 
 
 def flag(name: str) -> bool:
-    """Whether the variable `name` is ``1`` now. Unset, empty and ``0`` mean
-    no; ValueError for any other value."""
+    """Whether the variable `name` is ``1``. Unset, empty and ``0`` are False;
+    any other value raises ValueError."""
     return bool(_switch(name, "")())
 
 
@@ -136,8 +134,10 @@ def table() -> str:
 
 
 def package(name: str, user: str, *modules: str) -> Any:
-    """The optional package `name`, with these modules of it loaded.
-    ImportError with the cure where it is missing; `user`: what needs it."""
+    """Import the optional package `name` and its `modules`.
+
+    Raises ImportError with install instructions. `user` names the feature
+    that requires the package."""
     try:
         for module in (name, *modules):
             importlib.import_module(module)
@@ -148,5 +148,5 @@ def package(name: str, user: str, *modules: str) -> Any:
 
 
 def cpu_cores() -> int:
-    """The number of CPU cores that this process may use."""
+    """Number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and files of arrays."""
+"""Atomic file writes, and files of arrays."""
 import contextlib
 import errno
 import fcntl
@@ -17,13 +17,15 @@ import numpy as np
 from mgpu.errors import CheckpointCorrupt
 from mgpu.utils import tensor_files
 
-#: what names a file
+#: the path of a file
 FilePath = str | os.PathLike[str]
 
 
 def check_folder(file: str, option: str) -> None:
-    """Refuse a `file` whose folder does not exist (FileNotFoundError), before
-    the work and not after it. `option`: what the error calls the file."""
+    """Raise FileNotFoundError if the folder of `file` does not exist.
+
+    Called before a long computation, not after it. `option` names the file in
+    the message."""
     folder = os.path.dirname(os.path.abspath(file))
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"the folder of {option} must exist; received "
@@ -31,58 +33,69 @@ def check_folder(file: str, option: str) -> None:
 
 
 def path_of(file: FilePath) -> str:
-    """The text of a path. TypeError for anything else: `open` would take a
-    number for the descriptor of an open file, and close that."""
+    """`file` as a str. Raises TypeError for other types: `open` would treat
+    an int as an open file descriptor, and close it."""
     if not isinstance(file, (str, os.PathLike)):
         raise TypeError("a path names a file; received "
-                        f"{type(file).__name__}. Pass a text or a Path.")
+                        f"{type(file).__name__}. Pass a str or a Path.")
     path = os.fsdecode(file)
     if "\0" in path:
-        raise ValueError("a path has no null character; received "
-                         f"{path!r}. Correct it.")
+        raise ValueError("a path must not contain a null character; received "
+                         f"{path!r}. Remove it.")
     return path
 
 
 def check_not_read(file: FilePath, *read: FilePath | None) -> None:
-    """Refuse to write a `file` that is one of those that are `read`
-    (ValueError)."""
+    """Raise ValueError if the output `file` is one of the inputs `read`."""
     for path in read:
         if path is not None and os.path.exists(file) \
                 and os.path.exists(path) and os.path.samefile(file, path):
             raise ValueError(f"received {path_of(file)!r} to read and to "
-                             "write. Name another file to write.")
+                             "write. Name another output file.")
 
 
 def check_not_other(part: str, file: FilePath,
                     cure: str = "Name another file, or remove it.") -> None:
-    """Refuse to let `part` replace a `file` of other contents
-    (FileExistsError), such as a person's edits."""
+    """Raise FileExistsError if `part` would overwrite a `file` of different
+    contents, which may hold edits."""
     if os.path.isfile(file) and not filecmp.cmp(part, file, shallow=False):
-        raise FileExistsError(f"{path_of(file)!r} is there, with other "
+        raise FileExistsError(f"{path_of(file)!r} exists, with other "
                               f"contents. {cure}")
 
 
 def check_file(file: FilePath) -> str:
-    """The real path of `file`. IsADirectoryError for a folder."""
+    """The real path of `file`. Raises IsADirectoryError for a folder."""
     path = os.path.realpath(path_of(file))
     if os.path.isdir(path):
-        raise IsADirectoryError(f"expected the name of a file; received the "
-                                f"folder {file!r}. Name a file in it.")
+        raise IsADirectoryError(f"expected a file name; received the folder "
+                                f"{file!r}. Name a file in it.")
     return path
 
 
 @contextlib.contextmanager
 def part_of(file: Any, end: str = ".part") -> Iterator[str]:
-    """The path of a file to make, which becomes `file` when the block ends
-    without an error, and else disappears, also after Ctrl-C.
+    """Path of a temporary file that replaces `file` at the end of the block.
 
-    Each call has a path of its own, so several processes may write one
-    `file`: it is that of the last. A file that was there keeps its mode, a
-    new one has what the umask leaves. A link stays, and the file that it
-    names is replaced. What is not an ordinary file, such as a pipe or
-    /dev/null, is written to directly. IsADirectoryError for a folder,
-    FileNotFoundError where its folder is missing; other errors of the system
-    name `file` too. `end`: of the part's name.
+    The temporary file is deleted if the block raises, also after Ctrl-C. Its
+    name is unique, so several processes may write the same `file`; the last
+    one wins. An existing file keeps its mode; a new one gets the umask's. A
+    link is kept, and its target replaced. Pipes and devices such as /dev/null
+    are written directly.
+
+    Parameters
+    ----------
+    file : path
+    end : str
+        Suffix of the temporary file.
+
+    Raises
+    ------
+    IsADirectoryError
+        `file` is a folder.
+    FileNotFoundError
+        The folder of `file` does not exist.
+    OSError
+        Errors of the operating system, with the name of `file`.
     """
     path = check_file(file)
     if os.path.exists(path) and not os.path.isfile(path):
@@ -111,8 +124,10 @@ def part_of(file: Any, end: str = ".part") -> Iterator[str]:
 
 def _interrupt_behind(error: BaseException, handled: BaseException | None
                       ) -> BaseException | None:
-    """Ctrl-C, where code that it met (an archive that is closed) has made
-    another error of it. `handled`: what was being handled before."""
+    """The KeyboardInterrupt in the context of `error`, or None.
+
+    Code that is interrupted (closing an archive) may raise another error
+    instead. `handled`: the exception handled before the block."""
     found: BaseException | None = error
     while isinstance(found, Exception) and found is not handled:
         found = found.__context__
@@ -121,7 +136,7 @@ def _interrupt_behind(error: BaseException, handled: BaseException | None
 
 @contextlib.contextmanager
 def replacing(file: Any) -> Iterator[Any]:
-    """A text file to write to, that becomes `file` as `part_of` says."""
+    """A text file open for writing that replaces `file` as in `part_of`."""
     with part_of(file) as path, open(path, "w", encoding="utf-8") as part:
         yield part
 
@@ -133,7 +148,8 @@ def json_text(data: Any) -> str:
 
 
 def write_json(file: Any, data: Any) -> None:
-    """Write `json_text`, whole or not at all."""
+    """Write `data` to `file` as JSON, atomically. Raises ValueError for NaN
+    and infinity, which JSON lacks."""
     text = json_text(data)
     with replacing(file) as part:
         part.write(text)
@@ -141,18 +157,30 @@ def write_json(file: Any, data: Any) -> None:
 
 def write_arrays(file: FilePath, header: Mapping[str, Any],
                  arrays: Mapping[str, np.ndarray]) -> None:
-    """Write a `tensor_files` with `header`, which is fit for JSON, whole or
-    not at all. Returns when it is on the disk. Removes the parts that killed
-    processes have left in its folder. FileExistsError where `file` is a link:
-    who can write to its folder could have made it, to any file of yours."""
+    """Write a file of `tensor_files`, atomically. Blocks until it is on disk.
+
+    Temporary files of killed processes in the same folder are removed.
+
+    Parameters
+    ----------
+    header : dict
+        Serializable as JSON.
+    arrays : dict of str -> ndarray
+
+    Raises
+    ------
+    FileExistsError
+        `file` is a link. Others with write access to the folder could have
+        created it, with any of your files as its target.
+    """
     path = path_of(file)
     if os.path.islink(path):
         raise FileExistsError(
-            "a checkpoint does not replace a link; received "
+            "a checkpoint must not be a link; received "
             f"{path!r}, a link to {os.readlink(path)!r}. Pass the name of "
             "that file, or remove the link.")
     parts = tensor_files.parts(header, arrays)
-    with contextlib.ExitStack() as held:    # the lock is kept until the end
+    with contextlib.ExitStack() as held:    # holds the lock until the end
         with part_of(path, _SAVED) as part:
             stream = held.enter_context(_open_locked(part))
             for data in parts:
@@ -166,14 +194,14 @@ def write_arrays(file: FilePath, header: Mapping[str, Any],
             sweep(folder)
 
 
-#: how the name of a part ends that `write_arrays` makes
+#: suffix of the temporary files of `write_arrays`
 _SAVED = ".saving"
 _LEFT = re.compile("[0-9a-f]{16}" + re.escape(_SAVED))
 
 
 def _open_locked(part: str) -> Any:
-    """`part`, open to write, and locked as long as it is open: `sweep`
-    removes only what is not locked."""
+    """Open `part` for writing, locked while it is open: `sweep` removes
+    unlocked files only."""
     while True:
         stream = open(part, "wb", buffering=0)
         with contextlib.suppress(OSError):  # some file systems have no locks
@@ -184,11 +212,11 @@ def _open_locked(part: str) -> Any:
 
 
 def _sync_folder(folder: str) -> None:
-    """Wait until the names in `folder` are on the disk."""
+    """Block until the entries of `folder` are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:    # not every file system can
+    except OSError as error:    # some file systems do not support it
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -196,8 +224,8 @@ def _sync_folder(folder: str) -> None:
 
 
 def sweep(folder: str) -> None:
-    """Remove the parts that killed writers have left in `folder`. Those of
-    other writers are locked."""
+    """Remove temporary files of killed processes from `folder`. The files of
+    running processes are locked, and stay."""
     for entry in os.scandir(folder):
         if _LEFT.fullmatch(entry.name) \
                 and entry.is_file(follow_symlinks=False):
@@ -207,7 +235,7 @@ def sweep(folder: str) -> None:
 
 
 def opened(file: FilePath) -> Any:
-    """`file`, open to read bytes. A pipe is not waited for."""
+    """Open `file` for reading bytes. Does not block on a pipe."""
     return open(path_of(file), "rb", opener=lambda path, flags: os.open(
         path, flags | os.O_NONBLOCK))
 
@@ -215,20 +243,39 @@ def opened(file: FilePath) -> Any:
 def read_arrays(file: FilePath, forms: Collection[str] | None, expected: str,
                 unpack: Callable[[dict[str, Any], dict[str, np.ndarray]], Any]
                 ) -> Any:
-    """``unpack(header, arrays)`` of a file of `write_arrays`, or of the npz
-    files that older versions of mgpu have written.
+    """Read a file of `write_arrays`, or an npz file of older mgpu versions.
 
-    Nothing in it is executed, and its arrays take as much memory as it has
-    bytes. OSError for a file that cannot be opened; CheckpointCorrupt, saying
-    what was `expected`, for one that is damaged, whose header has a "format"
-    that is not in `forms` (None: any safetensors file, also without a
-    header), or that `unpack` raises an Exception for.
+    Nothing in the file is executed. Its arrays take at most as much memory as
+    the file has bytes.
+
+    Parameters
+    ----------
+    forms : collection of str, optional
+        Accepted values of "format" in the header. None: any safetensors file,
+        also without a header.
+    expected : str
+        Description of the expected file, for the error message.
+    unpack : callable
+        ``unpack(header, arrays)``
+
+    Returns
+    -------
+    object
+        The result of `unpack`.
+
+    Raises
+    ------
+    OSError
+        The file cannot be opened.
+    CheckpointCorrupt
+        The file is corrupt, has another format, or `unpack` raises an
+        Exception.
     """
     with opened(file) as stream:
         try:
             about = os.fstat(stream.fileno())
             if not stat.S_ISREG(about.st_mode):
-                raise ValueError("it is no regular file")
+                raise ValueError("not a regular file")
             if stream.read(4) == b"PK\3\4":     # no header is as long
                 arrays = dict(npy_members(stream))
                 header = json.loads(str(arrays.pop("header")))
@@ -236,24 +283,25 @@ def read_arrays(file: FilePath, forms: Collection[str] | None, expected: str,
                 stream.seek(0)
                 header, arrays = tensor_files.read(stream, about.st_size)
             if forms is not None and header.get("format") not in forms:
-                raise ValueError(f"its format is {header.get('format')!r}")
+                raise ValueError(f"the format is {header.get('format')!r}")
             return unpack(header, arrays)
-        except Exception as error:  # zip, NumPy, JSON: each has its own
+        except Exception as error:  # of zip, NumPy or JSON
             raise corrupt(file, expected, error) from error
 
 
 def corrupt(file: FilePath, expected: str, why: Exception
             ) -> CheckpointCorrupt:
-    """The error of a `file` that is not what is `expected`."""
+    """The error for a `file` that is corrupt or not the `expected` one."""
     return CheckpointCorrupt(
         f"expected {expected}; {os.fspath(file)!r} is not one, or is damaged "
         f"({why}). Use a whole file.")
 
 
 def npy_members(stream: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and array of each npy in an open zip file, in its order. As much
-    memory as the file has bytes. Errors are those of zip and of NumPy, and
-    ValueError."""
+    """Name and array of each npy member of an open zip file, in file order.
+
+    The arrays take at most as much memory as the file has bytes. Raises the
+    errors of zipfile and NumPy, and ValueError."""
     import zipfile
     with zipfile.ZipFile(stream) as archive:
         members = archive.infolist()
@@ -261,21 +309,21 @@ def npy_members(stream: Any) -> Iterator[tuple[str, np.ndarray]]:
         if max(sum(m.file_size for m in members),
                sum(m.compress_size for m in members)) > size:
             raise ValueError("its arrays are larger than it is: they are "
-                             "compressed, or in one place")
+                             "compressed or overlap")
         for m in members:
-            with archive.open(m) as part:   # which may hold more than it says
+            with archive.open(m) as part:   # may be longer than its header
                 data = part.read(m.file_size)
             if len(data) != m.file_size:
-                raise ValueError(f"{m.filename!r} ends too soon")
+                raise ValueError(f"{m.filename!r} is truncated")
             yield m.filename.removesuffix(".npy"), _array(data)
 
 
 def _array(data: bytes) -> np.ndarray:
-    """The array of an npy file, in the memory of `data`: what its header says
-    about size allocates nothing, as in NumPy's own reader."""
+    """The array of an npy file, in the memory of `data`. Unlike in NumPy's
+    reader, the size in the header allocates nothing."""
     stream = io.BytesIO(data)
     if np.lib.format.read_magic(stream) != (1, 0):
-        raise ValueError("its arrays are not in version 1.0 of npy")
+        raise ValueError("the npy version is not 1.0")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
     flat = np.frombuffer(data, dtype, offset=stream.tell())
     return flat.reshape(shape, order="F" if fortran else "C")

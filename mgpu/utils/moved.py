@@ -1,4 +1,4 @@
-"""Names that are loaded when they are used, and modules under older paths."""
+"""Lazy attributes of packages, and aliases of moved modules."""
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-#: modules of 0.2 by the package that they are in now
+#: package -> modules that were at the top of mgpu in 0.2
 _PACKAGES = {
     "backends": "device strict",
     "checkpoints": "checkpoint checkpoint_folder extra_states resuming "
@@ -44,8 +44,8 @@ HINTS = {f"mgpu.{name}": f"module 'mgpu' has no attribute {name!r}. Use {use}."
 
 def attributes_of(package: str, names: Mapping[str, str]
                   ) -> Callable[[str], Any]:
-    """The ``__getattr__`` (PEP 562) of a package whose `names` are in these
-    modules."""
+    """A ``__getattr__`` (PEP 562) that imports attributes of `package` on
+    first use. `names` maps an attribute to its module."""
     def __getattr__(name: str) -> Any:
         if name not in names:
             raise AttributeError(
@@ -55,9 +55,10 @@ def attributes_of(package: str, names: Mapping[str, str]
 
 
 class OldPaths(MetaPathFinder, Loader):
-    """Imports a module under the path that it had in 0.2: the same module
-    object. ImportError for a name in `HINTS`: ``from mgpu import fit`` does
-    not show the AttributeError of ``mgpu.fit``."""
+    """Importer for the module paths of mgpu 0.2. Returns the same module
+    objects as the current paths. Raises ImportError for a name in `HINTS`:
+    ``from mgpu import fit`` does not show the AttributeError of
+    ``mgpu.fit``."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None
                   ) -> ModuleSpec | None:

@@ -1,16 +1,16 @@
-"""How results look in a Jupyter notebook."""
+"""HTML output for Jupyter notebooks."""
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-#: rows of a table that are shown
+#: maximum number of rows displayed
 MOST = 60
 
 
 def table(title: str, header: Sequence[str],
           rows: Iterable[Sequence[Any]]) -> str:
-    """An HTML table under a title. Of more than `MOST` rows only the first
-    are shown; a last line says how many are left out."""
+    """HTML of a table with a title. Displays the first `MOST` rows, and the
+    number of the others."""
     from html import escape     # 3 ms of `import mgpu`
     rows = list(rows)
     lines = ["".join(f"<td>{escape(str(cell))}</td>" for cell in row)

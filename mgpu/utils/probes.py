@@ -1,8 +1,8 @@
-"""Where running code tells a `Profile` what it does. Imports nothing of mgpu.
+"""Instrumentation points for `mgpu.Profile`. Imports no module of mgpu.
 
-Backends, collectives and the training loop call these functions; a
-`mgpu.Profile` that is on listens. While none is on, each call costs one look
-at a context variable.
+Backends, collectives and the training loop call these functions, and an
+active `mgpu.Profile` receives the calls. Without one, a call costs the lookup
+of a context variable.
 """
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +14,9 @@ from typing import Any
 Thunks = Sequence[Callable[[], Any]]
 
 
-#: the Profile that is on here, which has `begin_step` and `begin_stage`
+#: the active Profile, with methods `begin_step` and `begin_stage`
 listener: ContextVar[Any] = ContextVar("mgpu_profile", default=None)
-#: its stage that has begun and not ended, which has `mark` and `timed`
+#: its current stage, with methods `mark` and `timed`
 open_stage: ContextVar[Any] = ContextVar("mgpu_stage", default=None)
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _here = threading.local()       # .at_once: see the function
@@ -24,21 +24,23 @@ _here = threading.local()       # .at_once: see the function
 
 def step(devices: Sequence[Any], batch: Any = None
          ) -> AbstractContextManager[None]:
-    """A train step on `devices`, which a `Profile` measures. `train_batch`
-    is one; in a loop of your own, put each step inside this block.
+    """Context manager around a training step that a `Profile` measures.
+
+    `train_batch` is such a step. In a custom loop, wrap each step in this
+    block.
 
     Parameters
     ----------
     devices : sequence of Device
-        All devices of the step. A Profile that is on waits for them before
-        and after the step.
+        All devices of the step. An active Profile waits for them before and
+        after the step.
     batch : int, array or nested arrays, optional
-        The number of rows, or the data whose rows are counted.
+        The batch size, or the data whose examples are counted.
 
     Notes
     -----
-    A step that raises is not kept. A step inside a step, and a step of
-    another thread than the one that entered the Profile, is not seen.
+    A step that raises is not recorded; neither is a nested step, nor a step
+    in another thread than the one that entered the Profile.
     """
     profile = listener.get()
     return _NOTHING if profile is None else profile.begin_step(devices, batch)
@@ -48,32 +50,32 @@ def stage(kind: str, name: str, devices: Sequence[Any] | None = None,
           results: Callable[[], Sequence[Any]] | None = None,
           numbers: Sequence[int] | None = None
           ) -> AbstractContextManager[None]:
-    """A stage of a step. `split_and_load`, ``replicas(shards)``, `backward`
-    and the two halves of `Trainer.step` are stages already.
+    """Context manager around a stage of a step.
 
-    While a Profile is on, the end of the block waits for the devices, so
-    that stages do not overlap. A stage inside a stage belongs to the outer
-    one.
+    `split_and_load`, ``replicas(shards)``, `backward` and the two halves of
+    `Trainer.step` are stages. With an active Profile, the end of the block
+    waits for the devices, so that stages do not overlap. A nested stage
+    counts as part of the outer one.
 
     Parameters
     ----------
     kind : {"copy", "compute", "reduce", "update"}
     name : str
-        Says more: "forward".
+        Name in the report, for example "forward".
     devices : sequence of Device, optional
-        Those that work in this stage (default: those of the step).
+        Devices used in this stage (default: those of the step).
     results : callable, optional
-        Called at the end. Returns, for each device, the arrays that the
-        stage computes there (nested, or None). The Profile waits for these
-        arrays, which tells when each device was done. Without `results`, all
-        devices count as done when the last one is.
+        Called at the end of the block. Returns the arrays that the stage
+        computes on each device (nested, or None). The Profile waits for them
+        to measure the time of each device. Without `results`, all devices
+        have the time of the slowest.
     numbers : sequence of int, optional
-        Places in `devices` of those that have work to do (default: all).
+        Indices in `devices` of those with work (default: all).
 
     Raises
     ------
     ValueError
-        Another kind. (Checked while a Profile is on.)
+        Unknown `kind`. Checked only with an active Profile.
     """
     profile = listener.get()
     return _NOTHING if profile is None else profile.begin_stage(
@@ -82,8 +84,8 @@ def stage(kind: str, name: str, devices: Sequence[Any] | None = None,
 
 def staged(kind: str, name: str,
            results: Callable[[Any], Sequence[Any]]) -> Callable:
-    """A `stage` of the first device around each call of a method of an object
-    that has ``self.replicas``; `results` gets these replicas."""
+    """Decorator: each call of the method is a `stage` of the first device.
+    ``results(self.replicas)`` returns the arrays to wait for."""
     def decorate(method: Callable) -> Callable:
         @wraps(method)
         def wrapped(self: Any, *args: Any, **options: Any) -> Any:
@@ -97,12 +99,12 @@ def staged(kind: str, name: str,
 
 
 def gradients(replicas: Any) -> list[list[Any]]:
-    """The network's gradients, not copies, on the first device."""
+    """The network's gradients, on the first device. Not copies."""
     return _on_first(replicas, lambda p: p.grad())
 
 
 def weights(replicas: Any) -> list[list[Any]]:
-    """The network's trained parameters, not copies, on the first device."""
+    """The network's trainable parameters, on the first device. Not copies."""
     return _on_first(replicas, lambda p: p.data())
 
 
@@ -113,26 +115,26 @@ def _on_first(replicas: Any, read: Callable[[Any], Any]) -> list[list[Any]]:
 
 
 def mark(device: Any) -> AbstractContextManager[None]:
-    """Inside a stage: what this block does is done for `device`."""
+    """Context manager in a stage: attribute this block to `device`."""
     opened = open_stage.get()
     return _NOTHING if opened is None else opened.mark(device)
 
 
 def timed(thunks: Thunks) -> Thunks:
-    """What a backend calls instead of `thunks`, of which number i is for
-    device i: the same functions, timed where a stage is open."""
+    """`thunks`, one for each device, timed if a stage is open."""
     opened = open_stage.get()
     return thunks if opened is None else opened.timed(thunks)
 
 
 def at_once() -> None:
-    """Called in a function that `mgpu.parallel` runs: this function computes
-    by itself, and nothing is left to wait for when it returns."""
+    """Declare, in a function run by `mgpu.parallel`, that it computes
+    synchronously: no work is queued when it returns."""
     _here.at_once = True
 
 
 def begin_thunk() -> None:
-    """A function that may call `at_once` begins in this thread."""
+    """Mark the start, in this thread, of a function that may call
+    `at_once`."""
     _here.at_once = False
 
 
@@ -143,8 +145,8 @@ def was_at_once() -> bool:
 
 @contextmanager
 def only_queueing() -> Iterator[None]:
-    """Inside the block, thunks only queue work for devices, so their times
-    say nothing of when that work is done: the end of the stage waits."""
+    """Context manager in which thunks only queue work for devices. They are
+    not timed; the end of the stage waits for the work."""
     token = open_stage.set(None)
     try:
         yield

@@ -115,7 +115,7 @@ EXPECTED = {
         "ValueError: batch_size must be that of the rank's part.*no backward"),
     "labels_without_rows": (
         "WorkerFailed: rank 1 failed .*ValueError: X and y must have",
-        "ValueError: X and y must have equally many rows"),
+        "ValueError: X and y must have the same number"),
     "label": ("WorkerFailed: rank 1 failed .*LabelError", "LabelError: "),
     "two_trainers": "UnevenWork: ",
     "device": ("WorkerFailed: rank 1 failed .*DeviceError",

@@ -22,13 +22,13 @@ MAX_NORM = 0.5
 REFUSALS = {"clip": "(?s)(?=.*allreduce_grads)(?=.*clip_global_norm)",
             "stale": "has no new gradient", "batch_size": "batch_size must",
             "rnn": "float64 gradients.*float32",
-            "sparse": "hold all rows.*sparse",
+            "sparse": "sparse gradients are not supported",
             "own step": "those of one, after a backward pass on",
             "own states": "trainer.state_dict"}
 
 #: the same, in any pass through a checkpoint
 CHECKPOINTS = {"again": "Run this step again",
-               "sync": "meet in the forward pass"}
+               "sync": "in a checkpoint that is reentrant"}
 
 #: errors that are to be mended. "buffer written": on torch, after an
 #: abandoned batch of fewer rows than devices, with a layer in eval mode next

@@ -19,7 +19,7 @@ from mgpu.backends._mxnet.framework import (findings, mx, native_context,
 from mgpu.backends._mxnet.limits import check_layers
 from mgpu.backends._mxnet.network import MXNetNetwork
 from mgpu.backends._mxnet.ops import MXNetOps, dtype_of, is_np
-from mgpu.backends._mxnet.states import settle_all
+from mgpu.backends._mxnet.states import flush_all
 from mgpu.backends._workers import Workers, inside_worker, run_in_turn
 from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
@@ -32,14 +32,15 @@ from mgpu.utils.files import path_of
 
 autograd, npx = mx.autograd, mx.npx
 
-_here = threading.local()       # .drawers: of the seed that its streams have
+_here = threading.local()       # .drawers: of the seed of its streams
 
 
 @contextlib.contextmanager
 def _numpy_mode(array: bool, shape: bool) -> Iterator[None]:
-    """Set MXNet's NumPy array and shape flags of this thread for a block."""
+    """Context manager that sets MXNet's NumPy array and shape flags of this
+    thread."""
     modes = [mx.util.np_shape(shape), mx.util.np_array(array)]
-    # The array flag may only be on while the shape flag is.
+    # The array flag requires the shape flag.
     with contextlib.ExitStack() as stack:
         for mode in modes if array else reversed(modes):
             stack.enter_context(mode)
@@ -64,49 +65,49 @@ def _address(array: Any) -> int:
     return pointer.value or 0
 
 
-#: a function of C that needs no lock of Python's and does nothing
+#: a C function without effects, which does not need the GIL
 _NOTHING = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p)
-#: MXNet's FnProperty::kAsync: where nothing has to be waited for, run by the
-#: thread that queues it
+#: MXNet's FnProperty::kAsync: run by the queueing thread if no dependency is
+#: pending
 _AT_ONCE = ctypes.c_int(4)
 
 
-def _settle(arrays: Sequence[Any]) -> None:
-    """Wait for what is queued to read or write `arrays`; not for everything,
-    as an error of another thread's work would be raised here, and only here.
+def _flush(arrays: Sequence[Any]) -> None:
+    """Block until the operations queued on `arrays` are done.
 
-    As MXNDArrayWaitToWrite of each, at half of the cost: an operation that
-    writes to the array and does nothing, and the wait for it.
+    Not for all work, because an error of another thread's work would be
+    raised here. Equivalent to MXNDArrayWaitToWrite of each array, at half of
+    the cost: queue an operation that writes to the array without effect, and
+    wait for it.
     """
     for x in arrays:
         mx.base.check_call(mx.base._LIB.MXEnginePushSyncND(
             _NOTHING, None, None, native_context(1, 0), None, 0,
             (ctypes.c_void_p * 1)(x.handle.value), 1,
-            ctypes.byref(_AT_ONCE), 0, b"mgpu: settle"))
-    # Twice: a pass that has read a convolution's weight may have queued its
-    # move to other memory, in another order, while it ran.
+            ctypes.byref(_AT_ONCE), 0, b"mgpu: flush"))
+    # Twice: while it runs, a pass that reads the weight of a convolution may
+    # queue its conversion to another memory layout.
     for x in (*arrays, *arrays):
         x.wait_to_read()
 
 
-#: the dtype of any array; mx.np's own property takes four times as long
+#: the dtype of an array; four times as fast as the property of mx.np
 _dtype = mx.nd.NDArray.dtype.fget
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _host_view(address: int, size: int, dtype: Any) -> np.ndarray:
-    """The memory as an array, which does not keep it alive."""
+    """An array over the memory, which it does not keep alive."""
     raw: Any = (ctypes.c_char * (size * np.dtype(dtype).itemsize)
            ).from_address(address)
     return np.frombuffer(raw, dtype, size)
 
 
 def _fill(array: Any, x: np.ndarray) -> None:
-    """Copy host data into a new array on a CPU context, at once.
+    """Copy host data into a new array on a CPU context, synchronously.
 
-    MXNet itself queues the copy on the context and waits for it, and so for
-    all the work that is queued there already. An array that no operation uses
-    yet needs no queue.
+    MXNet would queue the copy on the context and wait for all work queued
+    there. A new array does not need the queue.
     """
     if x.nbytes:
         ctypes.memmove(_address(array), x.ctypes.data, x.nbytes)
@@ -117,7 +118,7 @@ _LOSSES = {*SOFTMAX, "LinearRegressionOutput", "MAERegressionOutput",
 
 
 def _prediction(output: Any, node: Node, softmax: bool) -> Any:
-    """What an output predicts, where it is a loss that takes a label."""
+    """The prediction of an output that is a loss with a label."""
     if node.op not in _LOSSES:
         return output
     x, a = output.get_children()[0], node.attributes
@@ -133,10 +134,10 @@ def _prediction(output: Any, node: Node, softmax: bool) -> Any:
 class _Through(mx.autograd.Function):
     """See `mgpu.backends.base.Backend.through`.
 
-    In backward passes MXNet calls such functions in threads, as soon as they
-    are ready. They have one order since all of them write to one array, which
-    is the gradient of the second input of each: what writes to an array does
-    so in the order in which a backward pass queues it.
+    In backward passes MXNet calls such functions in threads, as soon as their
+    inputs are ready. Their order is fixed because all write to one array, the
+    gradient of their second input: writes to an array take place in the order
+    in which the backward pass queues them.
     """
 
     def __init__(self, backend: base.Backend, result: Any, back: Any) -> None:
@@ -167,7 +168,7 @@ class MXNetBackend(base.Backend):
         self._seed, self._drawers = 0, itertools.count(2)
         self._first = 0
         self._turns: dict[Any, Any] = {}        # see `_Through`
-        # The engine runs contexts side by side, whatever thread queued the
+        # MXNet runs contexts in parallel, for any thread that queues the
         # work; threads are for thunks that wait for each other.
         self._workers = Workers("mgpu-mxnet", lambda: None, self.carry)
 
@@ -180,14 +181,14 @@ class MXNetBackend(base.Backend):
             return 0
 
     def handle(self, device: Any) -> Any:
-        """The MXNet context that a `Device` stands for."""
+        """The MXNet context of a `Device`."""
         if device.kind == "cpu":
             one_thread(device.index)
         return mx.Context(device.kind, device.index)
 
     def family_of(self, x: Any) -> base.ContextManager:
-        """Inside the block, the thread's NumPy mode, which a network's layers
-        follow, is that of the array `x`."""
+        """Context manager that sets the thread's NumPy mode, which selects
+        the array family of layers, to that of the array `x`."""
         if not isinstance(x, mx.nd.NDArray) or is_np(x) == npx.is_np_array():
             return contextlib.nullcontext()
         return _numpy_mode(is_np(x), is_np(x))
@@ -197,13 +198,13 @@ class MXNetBackend(base.Backend):
             else self.handle(where)
         want = None if dtype is None else dtype_of(dtype)
         if isinstance(x, mx.nd.NDArray):
-            if 0 in x.shape:        # legacy operators refuse such arrays
+            if 0 in x.shape:        # legacy operators reject such arrays
                 copy = mx.nd.empty(x.shape, ctx=context, dtype=x.dtype)
                 copy = copy.as_np_ndarray() if is_np(x) else copy
             else:
                 if autograd.is_recording():
-                    # The gradient of a copy overwrites, also in a leaf with
-                    # grad_req="add"; that of a view is added.
+                    # The gradient of a copy overwrites even with
+                    # grad_req="add"; that of a view accumulates.
                     x = x.reshape(x.shape)
                 copy = x.copyto(context)
             return copy if want is None else copy.astype(want)
@@ -229,10 +230,10 @@ class MXNetBackend(base.Backend):
         return isinstance(x, mx.nd.NDArray)
 
     def synchronize(self, devices: Sequence[Any]) -> None:
-        # The engine can only wait for an array or for everything.
+        # MXNet can only wait for an array or for all work.
         mx.nd.waitall()
 
-    # -- the host's own memory ------------------------------------------------
+    # -- host memory --------------------------------------------------------
 
     def host_views(self, arrays: Sequence[Any], *, to_read: bool = False
                    ) -> list[np.ndarray] | None:
@@ -241,7 +242,7 @@ class MXNetBackend(base.Backend):
         if any(x.ctx.device_type != "cpu" or x.stype != "default"
                for x in arrays):
             return None
-        _settle(arrays)
+        _flush(arrays)
         return [_host_view(_address(x), x.size, _dtype(x)) for x in arrays]
 
     def run_on_host_views(self, thunks, written) -> None:
@@ -249,7 +250,7 @@ class MXNetBackend(base.Backend):
 
     def library_allreduce(self, arrays: Sequence[Any], op: str) -> None:
         if op != "sum":
-            raise ValueError("MXNet's kvstore computes sums only; received "
+            raise ValueError("MXNet's kvstore supports sums only; received "
                              f"op={op!r}. Use another algorithm.")
         store = mx.kvstore.create("device" if any(
             x.ctx.device_type == "gpu" for x in arrays) else "local")
@@ -293,7 +294,7 @@ class MXNetBackend(base.Backend):
         heads = list({id(x): x for x in losses}.values())
         seeds = None
         if len(heads) < len(losses):
-            # MXNet would count a loss that is given twice only once.
+            # MXNet would count a repeated loss once.
             seeds = [self.ops.zeros_like(x) + sum(y is x for y in losses)
                      for x in heads]
         try:
@@ -302,15 +303,15 @@ class MXNetBackend(base.Backend):
             if "There are no inputs in computation graph" in str(error):
                 raise RuntimeError(
                     "backward needs losses that depend on an array with a "
-                    "gradient; got one that does not, or one whose outputs "
-                    "had their backward pass before. Call mgpu.backward once "
-                    "with the losses of all devices.") from error
+                    "gradient; got one that does not, or one whose backward "
+                    "pass has run before. Call mgpu.backward once with the "
+                    "losses of all devices.") from error
             if not any(words in str(error) for words in (
                     "Cannot differentiate node",
                     "not part of a computation graph")):
                 raise
             raise messages.not_recorded() from None
-        settle_all()
+        flush_all()
 
     def mean_on(self, loss: Any) -> Any:
         if loss.size != 1 or not is_recorded(loss):
@@ -332,10 +333,10 @@ class MXNetBackend(base.Backend):
         return _Through(self, result, back)(x, turn), None
 
     def move_statistics(self, call, mean, var, through) -> Any:
-        # Gluon's layer moves them in its backward pass, which there is if a
-        # gradient comes to the layer, and if the input, gamma or beta needs
-        # one. So each is moved by a layer of Gluon's, as the mean of a batch
-        # of one row, which adds zero to the output and to the gradients.
+        # Gluon's layer updates them in its backward pass, which runs if a
+        # gradient reaches the layer and the input, gamma or beta needs one.
+        # So a Gluon layer updates each, as the mean of a batch of one example
+        # that adds zero to the output and to the gradients.
         norm = npx.batch_norm if is_np(mean) else mx.nd.BatchNorm
         zeros = self.ops.zeros_like(call.running_mean)
         for running, value in ((call.running_mean, mean),
@@ -372,8 +373,8 @@ class MXNetBackend(base.Backend):
                                   for thunk in thunks])
 
     def carry(self) -> Callable[[], base.ContextManager]:
-        # Inside mx.engine.bulk the thread holds back operations whose results
-        # others are about to use: setting its size sends them off.
+        # Inside mx.engine.bulk the thread delays operations whose results
+        # other threads need: setting the size queues them.
         mx.engine.set_bulk_size(mx.engine.set_bulk_size(0))
         numpy_mode = npx.is_np_array(), npx.is_np_shape()
         recording, training = autograd.is_recording(), autograd.is_training()
@@ -381,16 +382,16 @@ class MXNetBackend(base.Backend):
 
         @contextlib.contextmanager
         def modes() -> Iterator[None]:
-            # A new Context object: it remembers the thread's earlier one.
+            # A new Context object, which stores the thread's previous one.
             with mx.Context(context), _numpy_mode(*numpy_mode), \
                     self.scope(recording, training):
                 yield
         return modes
 
     def seed(self, seed: int) -> None:
-        # One number for all devices: MXNet mixes the context into it. Its
-        # streams are those of the thread that queues an operation: another
-        # thread begins its own when it first draws after this.
+        # One number for all devices: MXNet combines it with the context. The
+        # streams belong to the thread that queues an operation; other threads
+        # start new ones with their first draw after this.
         self._seed, self._drawers = seed, itertools.count(2)
         mx.random.seed(self._child(0) if self._first else seed & 0x7FFFFFFF)
 
@@ -400,9 +401,9 @@ class MXNetBackend(base.Backend):
             self.seed(self._seed)
 
     def _child(self, number: int) -> int:
-        """The seed of other streams: 0, of those after a save; 1, of the
-        devices' threads; from 2, of threads that draw data."""
-        # Processes have streams of their own: by their first device.
+        """Seed of derived streams. 0: after a save; 1: the devices' threads;
+        from 2: data-loading threads."""
+        # Processes have different streams, by their first device.
         entropy = [self._seed, number, self._first]
         child, = np.random.SeedSequence(
             entropy[:3 if self._first else 2]).generate_state(1)
@@ -412,20 +413,21 @@ class MXNetBackend(base.Backend):
                 ) -> Callable[[], base.ContextManager]:
         number = next(self._drawers)
 
-        @functools.cache        # in the thread that draws, once
+        @functools.cache        # once, in the data-loading thread
         def block() -> base.ContextManager:
             mx.random.seed(self._child(number))
             return contextlib.nullcontext()
         return block
 
     def export_streams(self) -> dict[str, np.ndarray]:
-        # MXNet shows no state of a stream: both runs begin one here.
+        # MXNet does not expose the state of a stream: both runs start a new
+        # one here.
         self.seed(self._child(0))
         return {"seed": np.array(str(self._seed))}
 
     def draws(self, thunk, devices):
-        # What follows a seed tells whether anything came before it. MXNet
-        # has a stream for `shuffle` and some others besides.
+        # The numbers after a seed show whether any were drawn. MXNet has a
+        # second stream, for `shuffle` and others.
         def following() -> list[bytes]:
             return [x.asnumpy().tobytes() for context in map(
                 self.handle, devices) for x in (

@@ -1,4 +1,4 @@
-"""Copies of a Gluon block for another context, for one pass."""
+"""Copies of a Gluon block on another context, for one pass."""
 import types
 from collections.abc import Mapping
 from operator import is_
@@ -12,14 +12,14 @@ from mgpu.backends._mxnet.framework import mx
 
 autograd, gluon, NDArray = mx.autograd, mx.gluon, mx.nd.NDArray
 _Scope = gluon.block._BlockScope
-#: what tracing sets: one graph serves all contexts
+#: attributes set by tracing: one graph serves all contexts
 TRACED = ("_cached_graph", "_cached_op", "_in_format", "_out_format")
 #: attributes that forward does not change
 _LISTS = {"_forward_hooks", "_forward_pre_hooks", "_flags", "_cached_op_args"}
-#: attributes that Gluon itself makes
+#: attributes created by Gluon
 INTERNAL = frozenset({*TRACED, *vars(gluon.HybridBlock(prefix="x_"))})
-#: an attribute: (id of a block, name)
-Place = tuple[int, str]
+#: key of an attribute: (id of a block, name)
+AttributeKey = tuple[int, str]
 _ATOMS = (type(None), bool, int, float, str, bytes, type)
 
 
@@ -28,7 +28,7 @@ def is_array(x: Any) -> bool:
 
 
 def is_recorded(x: Any) -> bool:
-    """Whether a gradient may reach `x`."""
+    """Whether `x` is recorded for autograd."""
     try:
         autograd.get_symbol(x)
     except mx.MXNetError:
@@ -48,21 +48,22 @@ def has_form(x: Any, like: Any) -> bool:
 
 
 class BlockTree:
-    """A block as another context has it during one pass.
+    """A copy of a block on another context, for one pass.
 
     Parameters
     ----------
     net : Block
-        Its parameters lie on one context.
+        Its parameters are on one context.
     context : Context
     buffers : dict
-        Parameter -> array on `context`: memory that the next pass uses again.
+        Parameter -> array on `context`, memory that is reused by later
+        passes.
     attributes : dict
-        By `Place`, the context's own value.
+        Values of attributes on the context, by `AttributeKey`.
     own : dict
-        Parameter -> the array that the copy has, as it is.
+        Parameter -> array of the copy, not copied.
     apart : bool
-        Whether arrays on `context`, and `attributes`, are copied too.
+        Whether to copy arrays on `context` and `attributes` too.
 
     Attributes
     ----------
@@ -74,7 +75,7 @@ class BlockTree:
     """
 
     def __init__(self, net: Any, context: Any, buffers: dict[Any, Any],
-                 attributes: Mapping[Place, Any],
+                 attributes: Mapping[AttributeKey, Any],
                  own: Mapping[Any, Any] = types.MappingProxyType({}),
                  apart: bool = False) -> None:
         self.context, self._memory, self._apart = context, buffers, apart
@@ -89,7 +90,7 @@ class BlockTree:
         self.net = self.copy(net)
 
     def copy(self, x: Any) -> Any:
-        """`x` with copies of the arrays, parameters and blocks in it."""
+        """Copy `x`, including the arrays, parameters and blocks in it."""
         if isinstance(x, _ATOMS):
             return x
         if id(x) not in self._memo:
@@ -115,7 +116,7 @@ class BlockTree:
         if isinstance(x, (np.ndarray, bytearray)):
             return x.copy()
         held, make = containers.opened(x, (gluon.Block, NDArray))
-        # Containers are each device's own, but not those around a function.
+        # Each device has its own containers, except those of a function.
         new = [self.copy(y) if not isinstance(x, types.FunctionType)
                or isinstance(y, (gluon.Block, gluon.Parameter, NDArray)) else y
                for y in held]
@@ -124,7 +125,7 @@ class BlockTree:
 
     def _block(self, x: Any) -> Any:
         new = object.__new__(type(x))
-        self._memo[id(x)] = x, new      # a part may have `x` in it
+        self._memo[id(x)] = x, new      # a child may refer to `x`
         self.blocks.append((x, new))
         for name, value in list(vars(x).items()):
             is_own = (id(x), name) in self._attributes
@@ -137,7 +138,7 @@ class BlockTree:
         return new
 
     def _fill(self, p: Any, new: Any) -> None:
-        """Give `new` a recorded copy of the values of `p`."""
+        """Set the value of `new` to a recorded copy of that of `p`."""
         new.__dict__.update(vars(p), _trainer=None, _grad=None)
         arrays = vars(p)["_data"]
         if arrays is None:
@@ -154,12 +155,12 @@ class BlockTree:
             _ctx_list=[self.context], _ctx_map=self._context_map)
 
     def update(self) -> None:
-        """Take over what the first device's pass has initialized and traced.
+        """Copy parameters and graphs created by the first device's pass.
 
         Raises
         ------
         RuntimeError
-            The pass has made a block or a parameter.
+            The pass has created a block or a parameter.
         """
         for p, new in self.parameters.items():
             if vars(new)["_data"] is None:
@@ -179,34 +180,34 @@ class BlockTree:
                     block._cached_op_args)
 
     def view(self) -> dict[int, dict[str, Any]]:
-        """The attributes of the copies, by id of the block."""
+        """Attributes of the copies, by id of the block."""
         return {id(block): vars(new) for block, new in self.blocks}
 
 
 def _like(x: Any) -> Any:
-    """A new object of the class of `x`, with its attributes."""
+    """A shallow copy of `x`."""
     new = object.__new__(type(x))
     new.__dict__.update(vars(x))
     return new
 
 
 def copied(p: Any, context: Any, buffers: dict[Any, Any]) -> Any:
-    """An array on `context` with the values of the Parameter `p`, in
-    `buffers`; recorded where the parameter has a gradient."""
+    """Copy the Parameter `p` to `context`, into `buffers`. Recorded if the
+    parameter has a gradient."""
     values = vars(p)["_data"][0]
     with autograd.pause():
         if not has_form(buffers.get(p), values):
             buffers[p] = values.copyto(context)
-    # MXNet writes to no array of a graph: this one is of none.
+    # MXNet does not write to arrays of a graph, so detach.
     target = buffers[p].detach()
-    # Backward of a copy would not add.
+    # The backward pass of a copy would not accumulate.
     (alias(values) if p.grad_req == "add" else values).copyto(target)
     return target
 
 
 def alias(x: Any) -> Any:
-    """`x` by a node of its own in the graph; shares its memory. It has no
-    second derivative with respect to `x`."""
+    """A view of `x` with its own node in the graph. It has no second
+    derivative with respect to `x`."""
     if not x.shape or 0 in x.shape:
         return x.copy()
     y = x.as_nd_ndarray().reshape(x.shape)
@@ -214,8 +215,8 @@ def alias(x: Any) -> Any:
 
 
 def is_state(x: Any) -> bool:
-    """Whether a device may have a value of its own for an attribute: it
-    reaches no block, parameter or function."""
+    """Whether an attribute may have different values on the devices: it
+    contains no block, parameter or function."""
     found = containers.parts(x)
     if found is not None:
         return all(map(is_state, found[1]))
@@ -225,17 +226,17 @@ def is_state(x: Any) -> bool:
 
 
 def blocks_of(net: Any) -> list[Any]:
-    """`net` and the blocks in it, each once."""
+    """`net` and all blocks in it, without duplicates."""
     return [*{id(block): block for _, block in named_blocks(net)}.values()]
 
 
 def view_of(net: Any) -> dict[int, dict[str, Any]]:
-    """The attributes of the blocks in `net`, by id of the block."""
+    """Attributes of the blocks in `net`, by id of the block."""
     return {id(block): vars(block) for block in blocks_of(net)}
 
 
-def state_of(view: Mapping[int, dict[str, Any]]) -> dict[Place, Any]:
-    """The user's attributes among those of blocks."""
+def state_of(view: Mapping[int, dict[str, Any]]) -> dict[AttributeKey, Any]:
+    """The user-defined attributes of blocks."""
     return {(key, name): x for key, own in view.items()
             for name, x in own.items()
             if name not in INTERNAL and is_state(x)}

@@ -1,4 +1,4 @@
-"""The blocks and parameters of a network: their names, kinds and values."""
+"""Names, kinds and values of a network's blocks and parameters."""
 import contextlib
 import copy
 import json
@@ -13,13 +13,13 @@ from mgpu.backends._mxnet.layers import all_stored, is_layer
 _KINDS = ("weight", "bias", "gamma", "beta", *base.STATISTICS)
 
 
-# Packages whose blocks keep nothing from one call to the next. (Not
-# gluon.rnn and gluon.contrib.)
+# Packages whose blocks have no state between calls. (Not gluon.rnn and
+# gluon.contrib.)
 _OWN = ("mxnet.gluon.nn.", "mxnet.gluon.model_zoo.", "mgpu.")
 
 
 def is_known(block: Any) -> bool:
-    """Whether `block` is of MXNet or mgpu and keeps nothing between calls."""
+    """Whether `block` is of MXNet or mgpu, without state between calls."""
     return type(block).__module__.startswith(_OWN)
 
 
@@ -30,15 +30,15 @@ def kind_of(name: str, parameter: Any) -> str:
         return "other"
     if kind in base.STATISTICS:
         return kind
-    if parameter.init is not None:      # a rule of its own
+    if parameter.init is not None:      # its own initializer
         return kind or "weight"
-    # Gluon draws all these as weights, also what scales or shifts a layer.
+    # Gluon initializes all these as weights, including scales and shifts.
     matrix = kind == "weight" and len(shape_of(parameter) or (0, 0)) > 1
     return "weight" if matrix else "unknown"
 
 
 def value_of(parameter: Any) -> Any:
-    """The array on the first context, or None before there is one."""
+    """The array on the first context, or None if uninitialized."""
     try:
         return all_stored(parameter)[0]
     except RuntimeError:        # not initialized, or deferred
@@ -46,35 +46,35 @@ def value_of(parameter: Any) -> Any:
 
 
 def shape_of(parameter: Any) -> tuple[int, ...] | None:
-    # What was loaded without a layer's description has only its array's.
+    # A parameter loaded without a layer has only the shape of its array.
     value = value_of(parameter)
     shape = parameter.shape if value is None else value.shape
-    # 0 (legacy shapes) and -1 (NumPy shapes) stand for unknown.
+    # 0 (legacy shapes) and -1 (NumPy shapes) mean unknown.
     known = shape is not None and all(n > 0 for n in shape)
     return tuple(shape) if known else None
 
 
 def own_init(parameter: Any) -> tuple[Any, dict[str, Any]] | None:
-    """The layer's own initializer as (name, options); an object of a user's
-    class, also of a registered one that is named, in the place of the name."""
+    """The layer's initializer as (name, options). For a user-defined class,
+    also a registered one, an object instead of the name."""
     init = parameter.init
     if init is None:
         return None
     if isinstance(init, str):
-        # A name that nobody knows is refused where it is drawn by.
+        # An unknown name raises when it is used.
         with contextlib.suppress(AssertionError, ValueError):
             if is_users(made := mx.init.create(init)):
                 return made, {}
         return init, {}
     if is_users(init):
         return init, {}
-    # A copy: dumps() of a Constant array changes the object itself.
+    # A copy, because dumps() of a Constant array changes the object.
     name, options = json.loads(copy.deepcopy(init).dumps())
     return name, options
 
 
 def is_users(initializer: Any) -> bool:
-    """Whether it is of a class of the user's own."""
+    """Whether the class of `initializer` is user-defined."""
     return not type(initializer).__module__.startswith("mxnet.")
 
 
@@ -91,16 +91,17 @@ def named_blocks(block: Any, path: str = "", into_layers: bool = True
 # -- parameters ---------------------------------------------------------------
 
 def parameters_of(block: Any) -> list[Any]:
-    """The parameters of `block` itself: its attributes, then those that it
-    made or took in otherwise."""
+    """The parameters of `block`, without its children: attributes, then
+    others in its ParameterDict."""
     return list({id(p): p for p in (*block._reg_params.values(),
                                     *block._params._params.values())}.values())
 
 
 def named_parameters(net: Any) -> dict[str, Any]:
-    """What Gluon's own Trainer takes of `net`, ``net.collect_params()``, and
-    the attributes of its blocks. Those that are no attribute (in a list, say)
-    are called by the path of their block and Gluon's name in it."""
+    """The parameters in ``net.collect_params()``, as for Gluon's Trainer, and
+    in attributes of its blocks. Parameters that are not attributes (for
+    example in a list) are named by the path of their block and Gluon's
+    name."""
     found = net._collect_params_with_prefix()
     known, collected = set(map(id, found.values())), net.collect_params()
     held = [(path, block._prefix, p) for path, block in named_blocks(net)
@@ -110,8 +111,8 @@ def named_parameters(net: Any) -> dict[str, Any]:
         if id(p) in known or collected._params.get(p.name) is not p:
             continue
         known.add(id(p))
-        # Of a block that is not in this one: without its number, which grows
-        # with every network that is made.
+        # Of a block outside of this one: without its number, which grows with
+        # every network that is created.
         short = p.name[len(prefix):] if p.name.startswith(prefix) \
             else re.sub(r"\d+_", "_", p.name, count=1)
         name = short = f"{path}.{short}".lstrip(".")

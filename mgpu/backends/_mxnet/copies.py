@@ -1,10 +1,10 @@
-"""Forward and backward passes of one block on several contexts.
+"""Forward and backward passes of a block on several contexts.
 
-The network is the only state. Its parameters lie on one context, where the
-first device runs the network itself. In each pass the other devices run
-copies whose parameters are recorded copies of the network's: one graph, whose
-backward pass runs on all contexts at the same time and adds up in the
-network's own gradients.
+The network is the only state. Its parameters are on one context, where the
+first device runs the network itself. In each pass, the other devices run
+copies whose parameters are recorded copies of the network's. So there is one
+graph, whose backward pass runs on all contexts in parallel and accumulates
+the gradients in the network.
 """
 import contextlib
 import threading
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends._mxnet.block_tree import (BlockTree, Place, alias,
+from mgpu.backends._mxnet.block_tree import (BlockTree, AttributeKey, alias,
                                              blocks_of, copied, state_of,
                                              view_of)
 from mgpu.backends._mxnet.blocks import parameters_of
@@ -34,22 +34,22 @@ class ContextCopies:
     Parameters
     ----------
     net : Block
-        It stays as it is, but for what forward itself writes.
+        Not modified, except by forward itself.
     contexts : list of Context
-        The first one is the network's.
+        The first one is that of the network.
     call : callable
         ``call(net, args)`` runs a copy.
     run : callable
-        ``run(thunks)`` calls thunks, one for each device that runs, and
-        waits for them; they queue work.
+        ``run(thunks)`` calls thunks, one per active device, which queue work,
+        and blocks until they return.
     one_backward : bool
-        Let a second backward pass of other devices' outputs raise an error.
-        It would overwrite the gradients that the first one has written.
+        Whether a second backward pass of other devices' outputs raises. It
+        would overwrite the gradients of the first one.
     statistics : sequence of Parameter
-        Each device has its own, in passes that train.
+        Parameters with a value for each device in training passes.
     buffers : sequence of Parameter
-        What forward writes besides. A network whose first device has no
-        examples takes the values of the first device that has.
+        Other parameters that forward writes. If the first device has no
+        examples, the network takes the values of the first device that has.
     """
 
     def __init__(self, net: Any, contexts: Sequence[Any], *,
@@ -68,36 +68,36 @@ class ContextCopies:
         #: by device: see `BlockTree`
         self._arrays: list[dict[Any, Any]] = [{} for _ in contexts]
         self._count = 0         # of devices in the last recorded pass
-        #: of the last device, before the last pass
-        self._before: dict[Place, Any] = {}
+        #: attributes of the last device before the last pass
+        self._before: dict[AttributeKey, Any] = {}
 
     def run(self, calls: Mapping[int, tuple[Any, ...]], batch: Batch
             ) -> dict[int, Any]:
-        """Call the network on devices.
+        """Call the network on several devices.
 
         Parameters
         ----------
         calls : dict
             Device -> args.
         batch : Batch
-            What the calls are parts of.
+            The batch that the calls are parts of.
 
         Returns
         -------
         dict
-            Device -> what forward returns there. The arrays are connected
-            with the network's own parameters.
+            Device -> result of forward. Gradients flow to the network's
+            parameters.
 
         Raises
         ------
         RuntimeError
-            Forward makes a layer or a parameter, or writes to a parameter.
+            Forward creates a layer or a parameter, or writes to a parameter.
         ValueError
-            Forward leaves values in an attribute that cannot be joined; or
-            see `check_count`.
+            Forward sets an attribute whose values cannot be joined; or see
+            `check_count`.
         """
         with self._lock:
-            self.statistics.settle()
+            self.statistics.flush()
             if len(self.contexts) > 1:
                 return self._pass(calls, batch)
             return dict(zip(calls, self._run([
@@ -105,9 +105,9 @@ class ContextCopies:
                 for args in calls.values()]), strict=True))
 
     def probe(self, args: tuple[Any, ...], device: int) -> Probed | None:
-        """What forward returns for `args` on a device, and sets; None where
-        it raises. It runs without gradients and hooks, and nothing that it
-        sets stays."""
+        """Call forward on a device without gradients, hooks and side effects.
+        Returns its result and the attributes that it sets; None if it
+        raises."""
         with self._lock:
             try:
                 tree, output = run_aside(
@@ -119,11 +119,11 @@ class ContextCopies:
         return Probed(output, lambda place: view[place[0]].get(place[1]))
 
     def check_count(self, count: int) -> None:
-        """Raise ValueError for another number of devices than before, in a
-        recorded pass of a network with static shapes.
+        """Raise ValueError if the number of devices changes in a recorded
+        pass of a network with static shapes.
 
-        MXNet then runs the backward pass of an earlier batch, whether the
-        gradients of several devices are added to the weights' or not.
+        MXNet would reuse the backward graph of an earlier batch, with its
+        number of devices.
         """
         if not autograd.is_recording():
             return
@@ -138,8 +138,8 @@ class ContextCopies:
         self._count = count
 
     def refreshed(self, i: int, p: Any) -> Any:
-        """Device `i`'s copy of the Parameter `p`, with the network's
-        value."""
+        """The copy of the Parameter `p` on device `i`, updated to the value
+        of the network."""
         with self._lock, autograd.pause():
             return copied(p, self.contexts[i], self._arrays[i])
 
@@ -155,7 +155,7 @@ class ContextCopies:
         self._before = {**earlier, **states[active[-1]]}
         try:
             with self._one_pass(len(active)):
-                # Queued before device 0's pass, which keeps it busy.
+                # Queued before the pass of device 0.
                 trees = {i: BlockTree(
                     net, self.contexts[i], self._arrays[i], states[i],
                     self.statistics.begin(i) if trains else {})
@@ -188,8 +188,8 @@ class ContextCopies:
 
     def _check_writes(self, trees: Mapping[int, BlockTree],
                       active: Sequence[int], written: set[Any]) -> None:
-        """Refuse a forward that has written to a parameter, and one that has
-        updated a buffer differently on the devices."""
+        """Raise RuntimeError if forward has written to a parameter, or
+        different values to a buffer on the devices."""
         for p in written:
             if p.grad_req != "null":
                 raise RuntimeError(
@@ -214,8 +214,8 @@ class ContextCopies:
 
     @contextlib.contextmanager
     def _one_pass(self, count: int) -> Iterator[None]:
-        """In the block the network's parameters are aliases of themselves,
-        from which all devices start: MXNet runs back through a node once."""
+        """Context manager in which all devices start from aliases of the
+        network's parameters: MXNet runs the backward pass of a node once."""
         parameters = {p: vars(p)["_data"] for block in blocks_of(self.net)
                       for p in parameters_of(block)
                       if p.grad_req == "write" and vars(p)["_data"]} \
@@ -231,11 +231,11 @@ class ContextCopies:
 
 
 def run_aside(net: Any, context: Any, call: Callable[[Any], Any],
-              states: Mapping[Place, Any], trains: bool = False,
+              states: Mapping[AttributeKey, Any], trains: bool = False,
               hooks: bool = False) -> tuple[BlockTree, Any]:
-    """A copy of `net` on a context, and what ``call(copy)`` returns: without
-    gradients, and nothing that it sets stays. `states`: attributes that
-    differ from the network's; `hooks`: whether hooks run."""
+    """Copy `net` to a context and call ``call(copy)``, without gradients and
+    side effects. Returns both. `states`: attributes that differ from the
+    network's; `hooks`: whether hooks run."""
     with autograd.pause(train_mode=trains), mx.Context(context):
         tree = BlockTree(net, context, {}, states, apart=True)
         for _, new in () if hooks else tree.blocks:

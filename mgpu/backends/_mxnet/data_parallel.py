@@ -1,7 +1,7 @@
-"""`mgpu.DataParallel` of a Gluon block: see `mgpu.backends._mxnet.copies`.
+"""`mgpu.DataParallel` of a Gluon block, see `mgpu.backends._mxnet.copies`.
 
-The outputs are joined inside the recording: one graph, so that everything
-after it is Gluon's own.
+The outputs are joined in the recorded graph, so the loss and the backward
+pass are Gluon's.
 """
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,8 +24,8 @@ autograd, gluon = mx.autograd, mx.gluon
 class Arrays:
     """See `mgpu.data.examples.Arrays`.
 
-    Of MXNet's operators that select or join, gather_nd, scatter_nd and add_n
-    have second derivatives; slices, take and concat have none.
+    Uses MXNet's operators with second derivatives: gather_nd, scatter_nd and
+    add_n. Slices, take and concat have none.
     """
 
     @staticmethod
@@ -62,7 +62,7 @@ class Arrays:
 
     @staticmethod
     def _indices(start: int, stop: int, context: Any) -> Any:
-        # Of no other graph: MXNet frees a graph with its constants.
+        # Detached: MXNet frees a graph together with its constants.
         return _arange(start, stop, context).detach()
 
     @staticmethod
@@ -89,7 +89,7 @@ def _like(x: Any, other: Any) -> Any:
 class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
     """See `mgpu.training.data_parallel.DataParallel`.
 
-    Its parameters, children and attributes are the network's own.
+    Parameters, children and attributes are those of the network.
     """
 
     _copies: ContextCopies
@@ -138,12 +138,12 @@ class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
 
     def _joint(self, active: Sequence[int], inputs: tuple[Any, ...]
                ) -> AbstractContextManager[None]:
-        """In the block batch norms that train have joint statistics, if they
-        are to."""
+        """Context manager in which training batch norms have joint
+        statistics, if requested."""
         if self._synchronize is None:
             return nullcontext()
         if any(p._deferred_init for p in self.collect_params().values()):
-            home = self._copies.contexts[0]     # shapes, before layers meet
+            home = self._copies.contexts[0]     # shapes, before the barriers
             self._layers.infer_shapes(inputs, base.Device(
                 home.device_type, home.device_id))
         if autograd.is_recording() and autograd.is_training():

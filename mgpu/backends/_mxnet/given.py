@@ -1,4 +1,4 @@
-"""What objects of MXNet's own are in mgpu's terms."""
+"""Optimizers and initializers of MXNet as objects of mgpu."""
 import copy
 import pickle
 import random
@@ -15,16 +15,16 @@ from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.own_step import (FAMILIES, OPTIONS, read_state,
                                            write_state)
 
-#: the classes of `FAMILIES`, whose steps parity knows, and others
+#: the classes of `FAMILIES`, which parity supports, and others
 _FAMILIES = {**FAMILIES, **{getattr(mx.optimizer, name): name.lower()
                             for name in ("LAMB", "LARS", "FTML", "DCASGD")},
              mx.optimizer.contrib.GroupAdaGrad: "groupadagrad"}
 
 
 class MXNetOptimizer(base.OptimizerObject):
-    """An `mx.optimizer.Optimizer` of any class, one of the user's too, for a
-    network of either backend. Another backend's arrays are copied to MXNet's
-    and back."""
+    """An `mx.optimizer.Optimizer` of any class, including user-defined ones,
+    for a network of either backend. Arrays of the other backend are copied to
+    MXNet's and back."""
 
     semantics = "gluon"
 
@@ -36,7 +36,7 @@ class MXNetOptimizer(base.OptimizerObject):
         self._backend, self._updater = network.backend, \
             mx.optimizer.get_updater(x)
         self._family = _FAMILIES.get(type(x))
-        #: by name, what MXNet calls a parameter, as a Trainer of Gluon's does
+        #: name -> MXNet's index of a parameter, as in Gluon's Trainer
         self._index = {spec.name: i for i, spec in enumerate(network.specs())}
         self.scale = float(x.rescale_grad)
         if not 0 < self.scale < float("inf"):
@@ -128,31 +128,31 @@ class MXNetOptimizer(base.OptimizerObject):
 
 
 class _Factors(NamedTuple):
-    """What MXNet asks a Parameter for."""
+    """Multipliers in the form of a Parameter."""
 
     lr_mult: float
     wd_mult: float
 
 
 def _contents(x: Any) -> dict[str, bytes | None]:
-    """What each attribute holds, where that can be pickled."""
+    """The attributes, pickled; None if that is not possible."""
     found: dict[str, bytes | None] = dict.fromkeys(vars(x))
     for key, value in vars(x).items():
-        with suppress(Exception):       # a function of the user's, for example
+        with suppress(Exception):       # for example a local function
             found[key] = pickle.dumps(value)
     return found
 
 
 class MXNetDraws(base.GivenInitializer):
-    """An `mx.init.Initializer` of a class of the user's own."""
+    """A user-defined `mx.init.Initializer`."""
 
     def __init__(self, x: Any):
         self._x = x
-        self.text = f"{type(x).__name__}, a class of the user's"
+        self.text = f"{type(x).__name__}, a user-defined class"
 
     def draw(self, name, shape, rng):
         seed = int(rng.integers(2 ** 31))
-        # The stream of the user goes on from what is its own.
+        # The user's stream continues from a number drawn from it.
         later = int(mx.nd.random.randint(0, 2 ** 31 - 1, shape=1, ctx=mx.cpu(
             )).asscalar())
         states = random.getstate(), np.random.get_state()
@@ -161,8 +161,8 @@ class MXNetDraws(base.GivenInitializer):
         np.random.seed(seed)
         array = mx.nd.zeros(shape, mx.cpu(), dtype="float64")
         try:
-            # A copy: Gluon calls one object for all networks, in the order
-            # of their weights; here each draw is by itself.
+            # A copy: Gluon calls one object for all weights in order; here
+            # each call is independent.
             x = copy.deepcopy(self._x)
             before = _contents(x)
             with mx.Context(mx.cpu()), mx.autograd.pause():
@@ -172,11 +172,11 @@ class MXNetDraws(base.GivenInitializer):
                        if before.get(key, "") != value]
             if changed:
                 raise ValueError(
-                    "an initializer gives a weight by its name and shape, and "
-                    f"remembers nothing; received {type(x).__name__}, whose "
-                    f"call changes {changed}. Draw from mx.nd.random, or from "
-                    "NumPy's or Python's own stream, which are seeded anew "
-                    "for each weight.")
+                    "an initializer must depend on the name and shape of a "
+                    f"weight only; received {type(x).__name__}, whose call "
+                    f"changes {changed}. Use mx.nd.random, or the global "
+                    "random numbers of NumPy or Python, which are seeded for "
+                    "each weight.")
             return array.asnumpy()
         finally:
             random.setstate(states[0])
@@ -196,10 +196,9 @@ class MXNetGiven(base.Given):
             tuple[re.Pattern[str], Any]] | None:
         if isinstance(x, mx.init.Load):
             raise ValueError(
-                "an initializer draws weights, and Gluon's initialize takes "
-                "no mx.init.Load either; received one. Call Replicas."
-                "load_parameters(file), or Replicas.import_numpy, after "
-                "mgpu.initialize.")
+                "mx.init.Load is not supported, as in Gluon's initialize; "
+                "received one. Call Replicas.load_parameters(file), or "
+                "Replicas.import_numpy, after mgpu.initialize.")
         if isinstance(x, mx.init.Mixed):
             return list(x.map)
         if isinstance(x, mx.init.Initializer) and is_users(x):

@@ -1,4 +1,4 @@
-"""Gluon's layers, described as `mgpu.backends.base.Layer`."""
+"""Descriptions of Gluon's layers, as `mgpu.backends.base.Layer`."""
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,27 +17,24 @@ _NORMS = {nn.InstanceNorm: "instance_norm", nn.LayerNorm: "layer_norm",
 
 
 def stored(parameter: Any, context: Any = None) -> Any:
-    """The array that a parameter has on a context. What its own ``data``
-    gives may be made of it: a mask, dropout of weights."""
+    """The array of a parameter on a context. ``data`` of a subclass may
+    return a derived array: masked, or with dropout."""
     return mx.gluon.Parameter.data(parameter, context)
 
 
 def all_stored(parameter: Any) -> list[Any]:
-    """Those on all contexts."""
+    """The arrays of a parameter on all contexts."""
     return mx.gluon.Parameter.list_data(parameter)
 
 
 def is_layer(block: Any) -> bool:
-    """Whether `block` counts as one layer.
-
-    A dense or convolution layer has a child where its activation was given by
-    name.
-    """
+    """Whether `block` counts as one layer. A dense or convolution layer with
+    an activation has a child."""
     return not block._children or isinstance(block, (nn.Dense, _Conv))
 
 
 def is_open(block: Any) -> bool:
-    """Whether what an innermost block calls is seen."""
+    """Whether the functions called by an innermost block are observed."""
     return not block._reg_params and (
         isinstance(block, (nn.Lambda, nn.HybridLambda))
         or may_look_inside(type(block), "mxnet"))
@@ -93,8 +90,8 @@ def describe(block: Any) -> tuple[str, dict[str, Any]]:
 
 
 def constants(block: Any) -> Iterator[tuple[Any, float]]:
-    """The gamma and beta that a norm layer keeps and was told not to learn,
-    each with what it starts from."""
+    """The gamma and beta of a norm layer that are not trainable, with their
+    initial values."""
     if isinstance(block, _WITH_GAMMA):
         for p, option, start in ((block.gamma, "scale", 1.0),
                                  (block.beta, "center", 0.0)):
@@ -135,7 +132,7 @@ def _leaky(own: Mapping[str, Any]) -> _Same | None:
 
 
 def _upsample(own: Mapping[str, Any]) -> _Same | None:
-    """Not by a convolution, whose weight may be anything."""
+    """None for an upsampling by a convolution, whose weight is arbitrary."""
     return ("upsample", {"mode": "nearest", "align_corners": False}) \
         if own.get("sample_type") == "nearest" else None
 
@@ -144,8 +141,8 @@ def _axis(own: Mapping[str, Any]) -> dict[str, Any]:
     return {"axis": own.get("axis", -1)}
 
 
-#: by operator: its keyword arguments -> (kind, options) of the layer that
-#: does the same, as `describe` gives them
+#: by operator: keyword arguments -> (kind, options) of the equivalent layer,
+#: as in `describe`
 _OPERATORS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "Activation": lambda own: (own["act_type"], {}),
     **dict.fromkeys(("clip", "_npi_clip"), lambda own: clipping(
@@ -162,9 +159,9 @@ _OPERATORS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 
 
 class Between:
-    """Tells of operators that could be layers and are called outside of
-    innermost blocks, or in open ones, in a pass of `net`. See `torch`'s of
-    that name.
+    """Reports operators that have an equivalent layer, called between
+    innermost blocks, or in open ones, in a pass of `net`. See the class of
+    this name for torch.
 
     Parameters
     ----------
@@ -172,7 +169,7 @@ class Between:
     seen : callable
         ``seen(path, x, output)``.
     known : dict
-        Gets the layer that does the same, by path.
+        Receives the equivalent layers, by path.
     """
 
     def __init__(self, net: Any, seen: Callable[[str, Any, Any], Any],
@@ -183,14 +180,15 @@ class Between:
             handle = ctypes.c_void_p()
             if not _LIB.NNGetOpHandle(c_str(name), ctypes.byref(handle)):
                 self._handles[handle.value or 0] = name
-        #: of each thread in a pass: how deep it is in innermost blocks, and
-        #: the path of the last one
+        #: by thread in a pass: nesting depth in innermost blocks, and path of
+        #: the last one
         self._depths: dict[int, int] = {}
         self._after: dict[int, str] = {}
 
     @contextmanager
     def watching(self, blocks: Iterable[tuple[str, Any]]) -> Iterator[None]:
-        """Inside the block; `blocks` are the innermost ones, with paths."""
+        """Context manager that reports. `blocks`: paths and innermost
+        blocks."""
         def enter(by: int) -> None:
             thread = get_ident()
             self._depths[thread] = self._depths.get(thread, 0) + by
@@ -202,8 +200,8 @@ class Between:
         def leave(path: str, by: int) -> None:
             enter(-by)
             self._after[get_ident()] = path
-        # A pass of the network counts 1, so that nothing outside of it is
-        # seen, and an innermost block 2 unless it is open.
+        # A pass of the network adds 1 to the depth, so that operators outside
+        # of it are ignored, and an innermost block 2 unless it is open.
         handles = [
             self._net.register_forward_pre_hook(begin),
             self._net.register_forward_hook(lambda *_: enter(-1))]
@@ -215,7 +213,7 @@ class Between:
                     lambda *_, path=path, by=by: leave(path, by))]
         invoke = register._imperative_invoke
 
-        def told(handle: int, arrays: Any, keys: Any, values: Any,
+        def report(handle: int, arrays: Any, keys: Any, values: Any,
                  *others: Any) -> Any:
             output = invoke(handle, arrays, keys, values, *others)
             name = self._handles.get(handle)
@@ -230,7 +228,7 @@ class Between:
                                      self._after.get(get_ident())),
                                arrays[0], output)
             return output
-        register._imperative_invoke = told
+        register._imperative_invoke = report
         try:
             yield
         finally:

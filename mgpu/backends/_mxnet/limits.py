@@ -1,4 +1,4 @@
-"""Networks that MXNet would train wrongly, which mgpu does not take."""
+"""Checks for networks whose gradients MXNet computes wrongly."""
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -14,13 +14,13 @@ _FUSED = (mx.gluon.rnn.RNN, mx.gluon.rnn.LSTM, mx.gluon.rnn.GRU)
 
 
 def _nodes(block: Any) -> list[Any]:
-    """The operators of the graph that a call has made of a block."""
+    """The operators in the cached graph of a block."""
     graph = getattr(block, "_cached_graph", ())
     return json.loads(graph[1].tojson())["nodes"] if graph else []
 
 
 def _last_windows(net: Any) -> Iterator[str]:
-    """Yield the average poolings that count what is beyond the edge."""
+    """Yield the average poolings whose last window exceeds the input."""
     for path, block in named_blocks(net):
         for name, options in [(path, getattr(block, "_kwargs", None)), *(
                 (node["name"], node.get("attrs")) for node in _nodes(block)
@@ -33,8 +33,8 @@ def _last_windows(net: Any) -> Iterator[str]:
 
 
 def check_parameters(net: Any, entries: Sequence[Any]) -> None:
-    """ValueError for sparse parameters, and those that Gluon's own Trainer
-    does not train."""
+    """Raise ValueError for sparse parameters, and for trainable ones outside
+    of ``net.collect_params()``."""
     sparse = [name for name, p, _ in entries
               if {p._stype, p._grad_stype} != {"default"}]
     if sparse:
@@ -44,29 +44,30 @@ def check_parameters(net: Any, entries: Sequence[Any]) -> None:
                 if id(p) not in collected and p.grad_req != "null"]
     if left_out:
         raise ValueError(
-            "mgpu trains what Gluon's own Trainer trains, "
-            "net.collect_params(); received parameters that it leaves "
-            f"out: {', '.join(map(repr, left_out))}. Make a parameter "
-            "with self.params.get(name, shape=...) if it is to learn; "
-            "set its grad_req = 'null' if not.")
+            "trainable parameters must be in net.collect_params(), as for "
+            "Gluon's Trainer; received others: "
+            f"{', '.join(map(repr, left_out))}. Create a parameter with "
+            "self.params.get(name, shape=...) to train it, or set "
+            "grad_req = 'null'.")
 
 
 def check_layers(net: Any, entries: Sequence[Any], dtype: str | None,
                  devices: Sequence[Any]) -> None:
-    """ValueError for layers whose gradients MXNet computes wrongly on
+    """Raise ValueError for layers whose gradients MXNet computes wrongly on
     `devices`, cast to `dtype`."""
     blocks, count = list(named_blocks(net)), len(devices)
     on_cpu = any(d.kind == "cpu" for d in devices)
-    # A library that MXNet computes float32 with on CPUs.
+    # Whether MXNet uses oneDNN, for float32 on CPUs.
     library = on_cpu and os.environ.get("MXNET_MKLDNN_ENABLED") != "0" \
         and np.dtype("float32") in {np.dtype(dtype or p.dtype)
                                     for _, p, _ in entries}
     for applies, wrong, text in (
             (count > 1, [path for path, block in blocks if isinstance(
                 block, mx.gluon.contrib.nn.SyncBatchNorm)],
-             "SyncBatchNorm of Gluon waits for ever for a device without "
-             "rows, and weighs all devices alike; received {} on {} "
-             "devices. Use gluon.nn.BatchNorm and batch_norm='sync'."),
+             "Gluon's SyncBatchNorm is not supported, because it hangs if a "
+             "device has no examples, and weights all devices equally; "
+             "received {} on {} devices. Use gluon.nn.BatchNorm and "
+             "batch_norm='sync'."),
             (on_cpu, [path for path, block in blocks
                       if isinstance(block, _FUSED) and np.dtype(
                           dtype or block.l0_i2h_weight.dtype) == np.float64],
@@ -83,7 +84,7 @@ def check_layers(net: Any, entries: Sequence[Any], dtype: str | None,
              "MXNET_MKLDNN_ENABLED=0."),
             (library, [*dict.fromkeys(_last_windows(net))],
              "MXNet computes a wrong float32 gradient of average pooling "
-             "on CPUs where the last window goes beyond the edge; received "
+             "on CPUs if the last window exceeds the input; received "
              "{} with ceil_mode=True. Use count_include_pad=False, "
              "dtype='float64', or the environment variable "
              "MXNET_MKLDNN_ENABLED=0.")):
@@ -94,8 +95,8 @@ def check_layers(net: Any, entries: Sequence[Any], dtype: str | None,
 
 def check_slopes(net: Any, devices: Sequence[Any], all_of: bool = False
                  ) -> None:
-    """ValueError for PReLUs whose input a compiled graph computes; `all_of`:
-    the whole network is to be compiled."""
+    """Raise ValueError for PReLUs whose input is computed by a compiled
+    graph. `all_of`: the whole network will be compiled."""
     blocks = list(named_blocks(net))
     compiled = tuple(path and path + "." for path, block in blocks
                      if all_of or getattr(block, "_active", False))
@@ -113,5 +114,5 @@ def check_slopes(net: Any, devices: Sequence[Any], all_of: bool = False
         raise ValueError(
             "MXNet computes a wrong gradient of the slope of a PReLU in a "
             f"compiled network on CPUs; received {wrong}. Call "
-            "net.hybridize(False), and leave hybridize=True out; a "
-            "SymbolBlock trains on torch, by mgpu.from_gluon.")
+            "net.hybridize(False), and omit hybridize=True; train a "
+            "SymbolBlock on torch, with mgpu.from_gluon.")

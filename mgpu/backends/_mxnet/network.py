@@ -1,4 +1,4 @@
-"""A user's `gluon.Block`, which runs on several contexts."""
+"""A `gluon.Block` on several contexts."""
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +23,13 @@ from mgpu.backends.containers import Batch, Call, Probed
 
 
 class MXNetNetwork(NetworkLayers):
-    """A user's Block, and its copies on several contexts."""
+    """A Block of the user, and its copies on several contexts."""
 
     def __init__(self, backend: Any, net: Any):
         super().__init__(backend, net)
         self._options = base.Options()
         self._copies = ContextCopies(net, [])
-        self._deferred = False      # a call of Gluon's makes the arrays
+        self._deferred = False      # whether Gluon allocates in a call
         self._named = named_parameters(net)
         self._held = self._block_parameters()
         self._constants = {id(p): start for _, block in named_blocks(net)
@@ -60,11 +60,11 @@ class MXNetNetwork(NetworkLayers):
         self.entries[number][1].grad_req = grad_req
 
     def _mend_frozen(self) -> None:
-        # MXNet's float32 kernel of a Dense layer, which cells and blocks of
-        # the user's use too, computes the gradient of the bias together with
-        # that of the weight: where the weight is frozen the bias would not
-        # learn. So the weight's array gets a gradient, which Gluon does not
-        # see.
+        # MXNet's float32 kernel of a Dense layer, which cells and
+        # user-defined blocks use too, computes the gradient of the bias
+        # together with that of the weight: if the weight is frozen, the bias
+        # would not be trained. So the array of the weight gets a gradient
+        # that is hidden from Gluon.
         frozen = [p for _, p, _ in self.entries
                   if p.grad_req == "null" and len(p.shape or ()) == 2
                   and np.dtype(p.dtype) == np.float32]
@@ -76,8 +76,8 @@ class MXNetNetwork(NetworkLayers):
 
     def devices(self) -> list[Any]:
         if not self.entries:
-            raise ValueError("the network has no parameters, so nothing "
-                             "says where it is; pass devices=.")
+            raise ValueError("the network has no parameters, so its devices "
+                             "cannot be determined; pass devices=.")
         return self.entries[0][1].list_ctx()
 
     def predictors(self, devices) -> list[Any]:
@@ -85,7 +85,7 @@ class MXNetNetwork(NetworkLayers):
         contexts = [self.backend.handle(d) for d in devices]
         if any(c not in holders for c in contexts):
             raise ValueError(f"the network is on {holders}; received "
-                             f"{list(devices)}. Evaluate where it is.")
+                             f"{list(devices)}. Evaluate on its devices.")
 
         def predict(context: Any, *inputs: Any, **named: Any) -> Any:
             with mx.Context(context), self.predicting(self._options.sync):
@@ -94,14 +94,14 @@ class MXNetNetwork(NetworkLayers):
 
     def cast(self, dtype: str) -> None:
         self.net.cast(dtype)
-        for _, p, _ in self.entries:    # values that wait, which Gluon forgets
+        for _, p, _ in self.entries:    # deferred values, which Gluon ignores
             *how, data = p._deferred_init or (None,)
             if data is not None:
                 p._deferred_init = (*how, data.astype(dtype))
 
     def _allocate(self, context: Any) -> None:
-        """Arrays on one context, with the values that are there; what Gluon
-        was told to draw is drawn as soon as its shape is known."""
+        """Allocate the arrays on one context and keep existing values. Gluon
+        runs deferred initializers once the shape is known."""
         for _, p, _ in self.entries:
             value = value_of(p)
             if value is None and p._deferred_init:
@@ -118,7 +118,7 @@ class MXNetNetwork(NetworkLayers):
                 with mx.autograd.pause():
                     p._init_impl(value, [context])
             elif p.grad_req != "null" and value.grad is None:
-                p._init_grad()      # copy.deepcopy leaves it out
+                p._init_grad()      # missing after copy.deepcopy
 
     @contextlib.contextmanager
     def _undone_by_errors(self) -> Iterator[None]:
@@ -134,12 +134,12 @@ class MXNetNetwork(NetworkLayers):
     def infer_shapes(self, inputs, device) -> None:
         inputs = self.in_order(*base.apart(inputs))
         context = self.backend.handle(device)
-        with self._undone_by_errors():      # an input that does not fit
+        with self._undone_by_errors():      # for an input of wrong shape
             self._allocate(context)
             tree, outputs = run_aside(self.net, context, partial(
                 self._call, inputs=inputs), {}, hooks=True)
             for x in containers.arrays_in(outputs, is_array):
-                x.wait_to_read()        # its errors would come later
+                x.wait_to_read()        # raises errors here
             for p, new in tree.parameters.items():
                 if value_of(p) is None:
                     vars(p).update((name, x) for name, x in vars(new).items()
@@ -154,17 +154,17 @@ class MXNetNetwork(NetworkLayers):
                     p.shape = shapes[name]
                 except AssertionError:
                     raise ValueError(
-                        "the shape of a parameter fits what is known of it; "
-                        f"received {shapes[name]} for {name!r}, of shape "
-                        f"{p.shape} (0: not known yet). Load a file of this "
-                        "network's.") from None
+                        "the shape of a parameter must match its known axes; "
+                        f"received {shapes[name]} for {name!r} of shape "
+                        f"{p.shape} (0: unknown). Load a file of this "
+                        "network.") from None
 
     def inputs(self) -> Sequence[inspect.Parameter]:
         own = type(self.net)
         if not (isinstance(self.net, mx.gluon.HybridBlock)
                 and own.forward is mx.gluon.HybridBlock.forward):
             return super().inputs()
-        # Gluon gives the module of operators, and the block's parameters.
+        # Gluon passes the operator module F, and the block's parameters.
         _, *found = inspect.signature(
             self.net.hybrid_forward).parameters.values()
         return [p for p in found if p.name not in self.net._reg_params
@@ -172,7 +172,7 @@ class MXNetNetwork(NetworkLayers):
 
     def in_order(self, inputs: tuple[Any, ...], named: dict[str, Any]
                  ) -> tuple[Any, ...]:
-        """All inputs without names, as Blocks take them."""
+        """All inputs as positional arguments, as Blocks require."""
         if not named:
             return inputs
         known = self.inputs()
@@ -182,23 +182,22 @@ class MXNetNetwork(NetworkLayers):
             raise TypeError(f"forward() {error}") from None
         if bound.kwargs:
             raise TypeError(
-                "Gluon calls a Block with inputs by their place, so a name "
-                "stands for the place that forward gives it; received "
-                f"{list(bound.kwargs)}, which have none. Write each input as "
-                "a parameter of forward, without a star before it.")
+                "Gluon Blocks take positional inputs only; received the names "
+                f"{list(bound.kwargs)}, which have no position in forward. "
+                "Write each input as a parameter of forward, without a star "
+                "before it.")
         last = max(i for i, p in enumerate(known) if p.name in named)
         bound.apply_defaults()
         return bound.args[:max(last + 1, len(inputs))]
 
     def _call(self, net: Any, inputs: tuple[Any, ...]) -> Any:
-        """The outputs of the network or of a copy, in the array family of
-        the inputs."""
+        """Call the network or a copy, in the array family of the inputs."""
         with self.backend.family_of(next(
                 (x for x in inputs if x is not None), None)):
             return net(*inputs)
 
     def values(self) -> dict[str, np.ndarray] | None:
-        self._copies.statistics.settle()
+        self._copies.statistics.flush()
         found = {name: value_of(p) for name, p, _ in self.entries}
         return None if any(x is None for x in found.values()) else {
             name: self.backend.to_numpy(x) for name, x in found.items()}
@@ -230,12 +229,12 @@ class MXNetNetwork(NetworkLayers):
     def prepare(self, options: base.Options, devices: Sequence[Any]) -> None:
         if options.autocast is not None:
             raise ValueError(
-                "autocast works on torch only; received "
-                f"autocast={options.autocast!r} with the mxnet backend. Use "
-                "autocast=None, or dtype='float16' for the whole network.")
+                "autocast is not supported by the mxnet backend; received "
+                f"autocast={options.autocast!r}. Use autocast=None, or "
+                "dtype='float16' for the whole network.")
         if options.hybridize:
             check_slopes(self.net, devices, True)
-        self._options = options     # channels_last: MXNet has no such switch
+        self._options = options     # MXNet does not support channels_last
 
     def hybridize(self, active, devices) -> None:
         self.prepare(self._options._replace(hybridize=active), devices)
@@ -249,8 +248,8 @@ class MXNetNetwork(NetworkLayers):
             if value_of(p).grad is not None:
                 self.backend.mark_used(value_of(p))
         if self._options.hybridize:
-            # Not static_shape, which is for one shape in all passes: shards
-            # have two lengths, and the last batch is shorter.
+            # Not static_shape, which requires one shape in all passes:
+            # shards have two lengths, and the last batch is smaller.
             self.net.hybridize(static_alloc=True)
         self._copies = ContextCopies(
             self.net, self.contexts, call=self._call,
@@ -263,14 +262,13 @@ class MXNetNetwork(NetworkLayers):
     # -- arrays ---------------------------------------------------------------
 
     def array(self, number: int) -> Any:
-        self._copies.statistics.settle()
+        self._copies.statistics.flush()
         _, parameter, _ = self.entries[number]
         x = value_of(parameter)
         if x is None or self.contexts and x.ctx != self.contexts[0]:
             raise RuntimeError(
-                "the values of a network stay on the device that "
-                f"mgpu.initialize has put them on; received "
-                f"{parameter.name!r} without a value there, as after "
+                "parameters must stay on the device of mgpu.initialize; "
+                f"received {parameter.name!r} without a value there, as after "
                 "reset_ctx, or a second initialize, of the network or of one "
                 "that shares its parameters. Call mgpu.initialize(net, "
                 "devices, init='keep', force_reinit=True).")
@@ -309,11 +307,12 @@ class MXNetNetwork(NetworkLayers):
         return self._copies.probe(self.in_order(*call), device)
 
     def _block_parameters(self) -> list[list[Any]]:
-        """The parameters that each block holds now; quick."""
+        """The current parameters of each block. Faster than
+        `named_parameters`."""
         return [parameters_of(block) for _, block in named_blocks(self.net)]
 
     def _check_layers(self) -> None:
-        """RuntimeError where the network has got other parameters."""
+        """Raise RuntimeError if parameters were added or replaced."""
         if self._held == (held := self._block_parameters()):
             return
         now = named_parameters(self.net)
@@ -325,7 +324,7 @@ class MXNetNetwork(NetworkLayers):
 
 
 class _Drawn(mx.init.Initializer):
-    """An initializer for one parameter: a function of its shape."""
+    """Initializer of one parameter by a function of its shape."""
 
     def __init__(self, draw: Callable[[tuple[int, ...]], np.ndarray]):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Layers of a network, one by one: batch norms in passes that MXNet would
-take for others, joint batch norm, and parity."""
+"""Access to the layers of a network, for batch norm in prediction,
+synchronized batch norm, and parity."""
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from mgpu.backends._workers import run_in_turn
 
 
 class NetworkLayers(base.Network):
-    """What `base.Network` gives of single layers."""
+    """The methods of `base.Network` that access layers."""
 
     backend: Any
 
@@ -29,7 +29,7 @@ class NetworkLayers(base.Network):
         self.backend, self.net = backend, net
         self.functions: dict[str, base.Layer] = {}
         self.contexts: list[Any] = []       # of the devices
-        #: runs the thunks of devices, which meet in `use_batch_norm`
+        #: runs the thunks of devices, which synchronize in `use_batch_norm`
         self.runner: base.Runner = run_in_turn
         found: dict[int, Any] = {}
         for name, p in named_parameters(net).items():
@@ -40,7 +40,7 @@ class NetworkLayers(base.Network):
         self._predicts = threading.RLock()      # threads share the layers
         blocks = [block for _, block in named_blocks(net)]
         self._norms = [x for x in blocks if isinstance(x, BATCH_NORM)]
-        #: those that code of the user's may call in predict_mode
+        #: those that user code may call in predict_mode
         self._may_predict = [] if all(map(is_known, blocks)) else self._norms
 
     def layers(self) -> list[base.Layer]:
@@ -69,8 +69,8 @@ class NetworkLayers(base.Network):
         return {names[0]: names for names in found.values() if len(names) > 1}
 
     def index(self, x: Any) -> int:
-        """The device whose context `x` is on; the first one for a context
-        of the user's own, as of a DataParallel."""
+        """The device index of the context of `x`; 0 for an unknown context,
+        as of a DataParallel."""
         return self.contexts.index(x.ctx) if x.ctx in self.contexts else 0
 
     @contextlib.contextmanager
@@ -78,12 +78,12 @@ class NetworkLayers(base.Network):
         with contextlib.ExitStack() as stack:
             stack.enter_context(layer_by_layer(self.net))
             for path, block in self._leaves():
-                def told(_, inputs, outputs, path=path):
+                def report(_, inputs, outputs, path=path):
                     first = next((x for x in inputs
                                   if isinstance(x, mx.nd.NDArray)), None)
                     if first is not None:
                         seen(path, tuple(inputs), outputs, self.index(first))
-                handle = block.register_forward_hook(told)
+                handle = block.register_forward_hook(report)
                 stack.callback(handle.detach)
             stack.enter_context(Between(
                 self.net, lambda path, x, output: seen(
@@ -108,7 +108,7 @@ class NetworkLayers(base.Network):
 
     @contextlib.contextmanager
     def natively(self, draw, begins, seen) -> Iterator[None]:
-        def hook(call: Any) -> Any:     # of the inputs, or the outputs
+        def hook(call: Any) -> Any:     # called with inputs, or outputs
             return lambda *arguments: call(arguments[-1]) \
                 if mx.autograd.is_recording() else None
         with contextlib.ExitStack() as stack:
@@ -133,21 +133,21 @@ class NetworkLayers(base.Network):
     # -- batch norms ----------------------------------------------------------
 
     def _loose(self) -> list[str]:
-        """Running statistics that are no batch-norm layer's: those of a
-        SymbolBlock, or of a block that calls F.BatchNorm itself."""
+        """Running statistics outside of batch-norm layers: of a SymbolBlock,
+        or of a block that calls F.BatchNorm."""
         held = {id(p) for block in self._norms for p in parameters_of(block)}
         return [name for name, p, kind in self.entries
                 if kind in base.STATISTICS and id(p) not in held]
 
     @contextlib.contextmanager
     def predicting(self, sync: bool) -> Iterator[None]:
-        """In the block, if it is recorded, batch norms that predict use their
-        global statistics by name. MXNet's backward pass takes all others for
-        layers in training, whatever their forward pass was."""
+        """Context manager in which batch norms of recorded predictions have
+        use_global_stats. Without it, MXNet's backward pass treats them as in
+        training mode."""
         recording, training = mx.autograd.is_recording(), \
             mx.autograd.is_training()
         if not recording or training:
-            # The network's own code may change the mode for a layer.
+            # User code may change the mode for a layer.
             with computing_by([
                     (layer, None if recording else partial(_not_joined, layer))
                     for layer in self._may_predict
@@ -157,8 +157,8 @@ class NetworkLayers(base.Network):
         loose = self._loose()
         if loose:
             raise ValueError(
-                "a pass that predicts and is recorded takes batch norms from "
-                f"gluon.nn; received running statistics of others: {loose}. "
+                "a recorded prediction supports batch norms of gluon.nn; "
+                f"received running statistics of others: {loose}. "
                 "Use gluon.nn.BatchNorm(use_global_stats=True) in their "
                 "place, or record() in training mode.")
         with self._predicts, layer_by_layer(self.net), computing_by(
@@ -170,9 +170,8 @@ class NetworkLayers(base.Network):
         plain = mx.gluon.nn.BatchNorm
         if any(not isinstance(block, plain) for block in hybridized(self.net)):
             raise ValueError(
-                "synchronized batch normalization needs the layers of the "
-                "network one by one; received a hybridized network. Call "
-                "net.hybridize(False) first.")
+                "batch_norm='sync' does not support hybridized networks; "
+                "received one. Call net.hybridize(False) first.")
         # A layer with use_global_stats predicts in training too.
         found = [(path, block) for path, block in named_blocks(self.net)
                  if isinstance(block, BATCH_NORM)
@@ -193,8 +192,8 @@ class NetworkLayers(base.Network):
                 x, None if kwargs["fix_gamma"] else gamma, beta, mean, var,
                 kwargs["eps"], float(np.float32(kwargs["momentum"])),
                 kwargs["axis"], path), self.index(x))
-            # Before F.BlockGrad elementwise functions would hand a gradient
-            # without an array back to a layer, which ends the process.
+            # Before F.BlockGrad, elementwise functions would pass a gradient
+            # without an array to a layer, which aborts the process.
             y = mx.nd.concat(y.as_nd_ndarray(), dim=0)
             return y.as_np_ndarray() if is_np(x) else y
         with replaced(self, "runner", run), computing_by([
@@ -211,7 +210,8 @@ def hybridized(net: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def layer_by_layer(net: Any) -> Iterator[None]:
-    """In the block nothing of `net` runs as a compiled graph."""
+    """Context manager in which no block of `net` runs as a compiled
+    graph."""
     with contextlib.ExitStack() as stack:
         for block in hybridized(net):
             stack.enter_context(replaced(block, "_active", False))
@@ -221,9 +221,9 @@ def layer_by_layer(net: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def computing_by(forwards: Sequence[
         tuple[Any, Callable[[Any], Any] | None]]) -> Iterator[None]:
-    """In the block layers that train compute by functions of mgpu (None:
-    their own); batch norms that predict use their running statistics by
-    name."""
+    """Context manager in which training layers compute with functions of mgpu
+    (None: with their own), and predicting batch norms have
+    use_global_stats."""
     with contextlib.ExitStack() as stack:
         for layer, forward in forwards:
             stack.enter_context(replaced(layer, "forward", partial(
@@ -235,7 +235,7 @@ def _by_mode(layer: Any, own: Callable[[Any], Any],
              forward: Callable[[Any], Any] | None, x: Any) -> Any:
     if mx.autograd.is_training():
         return (forward or own)(x)
-    # Symbols are what all passes of a compiled network are made of.
+    # A symbol traces all passes of a compiled network.
     if not isinstance(layer, BATCH_NORM) or not isinstance(x, mx.nd.NDArray):
         return own(x)
     with replaced(layer, "_active", False), replaced(layer, "_kwargs", {
@@ -245,7 +245,7 @@ def _by_mode(layer: Any, own: Callable[[Any], Any],
 
 def _not_joined(layer: Any, _: Any) -> Any:
     raise ValueError(
-        "batch_norm='sync' joins the statistics of passes that train; "
-        f"received {layer.name!r}, which the network's own code has put into "
-        "training mode in a prediction, on several devices. Run the pass "
-        "inside mgpu.record(), or use one device.")
+        "batch_norm='sync' supports training passes; received "
+        f"{layer.name!r}, which the network has set to training mode in a "
+        "prediction, on several devices. Run the pass inside mgpu.record(), "
+        "or use one device.")

@@ -1,7 +1,7 @@
-"""`Ops` on MXNet, for both of its array families.
+"""`Ops` of MXNet, for both array families.
 
-`mx.np` arrays go to `mx.np` and `mx.npx`, legacy `mx.nd` arrays to `mx.nd`.
-The array decides, so that both families work in any mode of the process.
+`mx.np` arrays use functions of `mx.np` and `mx.npx`, legacy `mx.nd` arrays of
+`mx.nd`. The array determines the family, so both work in any mode.
 """
 from typing import Any
 
@@ -17,7 +17,8 @@ def is_np(x) -> bool:
 
 
 def dtype_of(dtype):
-    """The NumPy dtype of ``"float64"`` or ``np.float64``, if MXNet has it."""
+    """Convert ``"float64"`` or ``np.float64`` to a NumPy dtype. Raises
+    ValueError if MXNet does not support it."""
     try:
         found = np.dtype(dtype)
     except TypeError:
@@ -101,7 +102,7 @@ class MXNetOps(base.Ops):
     def concat(self, xs, axis=0):
         if is_np(xs[0]):
             return mx.np.concatenate(list(xs), axis=axis)
-        # Legacy operators refuse arrays without elements.
+        # Legacy operators reject arrays without elements.
         shape = list(xs[0].shape)
         shape[axis] = sum(x.shape[axis] for x in xs)
         if 0 in shape:
@@ -114,7 +115,7 @@ class MXNetOps(base.Ops):
             shape[axis] = end - begin
             return _empty_like(x, shape)
         before = (slice(None),) * (axis % x.ndim)
-        # MXNet reads tuples in ten times the time of a slice.
+        # MXNet takes ten times as long for tuples as for slices.
         return x[(*before, slice(begin, end))] if before \
             else x[begin:end]
 

@@ -1,4 +1,4 @@
-"""Training steps of the user's own: what their trainers have and do."""
+"""State of custom training steps with Gluon's Trainer."""
 import contextlib
 import copy
 from collections.abc import (Callable, Iterator, Mapping, MutableMapping,
@@ -14,9 +14,9 @@ from mgpu.backends._mxnet.layers import stored
 FAMILIES = {getattr(mx.optimizer, name): name.lower() for name in (
     "SGD", "NAG", "Adam", "Adamax", "Nadam", "RMSProp", "AdaGrad", "AdaDelta",
     "Ftrl", "Signum")}
-#: Gluon's names of attributes, and those of `mgpu.optimizers`
+#: Gluon's attribute names -> those of `mgpu.optimizers`
 OPTIONS = {"lr": "learning_rate", "float_stable_eps": "eps"}
-#: the arrays of a state in Gluon's order
+#: names of the arrays of an optimizer state, in Gluon's order
 SLOTS: dict[str, tuple[str, ...]] = {
     "sgd": ("momentum",), "nag": ("momentum",), "signum": ("momentum",),
     "adam": ("mean", "variance"), "nadam": ("mean", "variance"),
@@ -33,9 +33,9 @@ class MXNetParts(base.OwnParts):
     Parameters
     ----------
     named : mapping of str -> gluon.Parameter
-        Those of the network.
+        Parameters of the network.
     buffers : mapping of str -> gluon.Parameter
-        Its running statistics.
+        Running statistics of the network.
     """
 
     clip_epsilon = 1e-8
@@ -43,7 +43,7 @@ class MXNetParts(base.OwnParts):
     def __init__(self, named: Mapping[str, Any], buffers: Mapping[str, Any],
                  parts: Sequence[Any]):
         self._named = dict(named)
-        #: by what an average may call it, as collect_params() does or as we
+        #: names in an average, of collect_params() or of mgpu -> mgpu's name
         known = {p.name: name for name, p in {**buffers, **named}.items()} \
             | {name: name for name in (*buffers, *named)}
         self._names = {id(p): name for name, p in named.items()}
@@ -71,7 +71,7 @@ class MXNetParts(base.OwnParts):
         messages.check_parts(parts, self._trainers, averages, sum(
             id(p) not in self._names and p.grad_req != "null"
             for trainer in self._trainers for p in trainer._params))
-        #: the user's code may put other arrays into its dictionary
+        #: (dictionary, key), as user code may replace the arrays in it
         self._average = {known[key]: (own, key) for own in averages
                          for key in own.keys() & known.keys()}
         self.averaged = bool(self._average)
@@ -87,9 +87,9 @@ class MXNetParts(base.OwnParts):
                 trainer._kvstore_params["kvstore"]) \
                 or trainer.optimizer.multi_precision:
             raise ValueError(
-                "the memory of a trainer is set where the trainer updates "
-                "by itself; received a distributed store, update_on_kvstore "
-                "or multi_precision. Leave it out.")
+                "a distributed kvstore, update_on_kvstore and multi_precision "
+                "are not supported in a compared step; received a trainer "
+                "with one of them. Omit it.")
 
     def _weights(self) -> Iterator[tuple[Any, int, str]]:
         """(trainer, index there, name) of each weight."""
@@ -111,7 +111,7 @@ class MXNetParts(base.OwnParts):
         factors: list[dict[str, float]] = [{}, {}]
         for trainer, index, name in self._weights():
             p, optimizer = trainer._params[index], trainer.optimizer
-            # a schedule has no rate of its own
+            # lr is None with a schedule
             factors[0][name] = p.lr_mult * (
                 optimizer.lr / rate if rate and optimizer.lr else 1.0)
             factors[1][name] = p.wd_mult * (optimizer.wd / decay
@@ -162,7 +162,7 @@ class MXNetParts(base.OwnParts):
         puts = [_kept(part) for part in self._others]
         for trainer in self._trainers:
             puts.append(_kept_trainer(trainer, self.rule is None))
-        # which a step may add to those of the step before
+        # a step may accumulate gradients of the previous one
         grads = [(p.grad(), p.grad().copy()) for p in self._named.values()
                  if p.grad_req != "null"]
 
@@ -179,14 +179,14 @@ class MXNetParts(base.OwnParts):
     def observe(self, around: base.AroundUpdate | None = None
                 ) -> Iterator[base.Observed]:
         seen = base.Observed()
-        #: by weight, what no update has taken yet
+        #: gradients by weight, before their update
         waiting: dict[str, np.ndarray] = {}
         backward, function = mx.nd.NDArray.backward, mx.autograd.backward
 
         trained = {name: p for name, p in self._named.items()
                    if p.grad_req != "null"}
         for name in trained.keys() - {name for *_, name in self._weights()}:
-            stored(trained[name])._fresh_grad = False    # no trainer does that
+            stored(trained[name])._fresh_grad = False   # without a trainer
 
         def gradients() -> Iterator[tuple[str, np.ndarray]]:
             for name, p in trained.items():
@@ -225,7 +225,7 @@ class MXNetParts(base.OwnParts):
 
 
 class _Updater:
-    """An updater of Gluon's, of which `seen` and `updates` are told."""
+    """A Gluon updater that reports to `seen` and `updates`."""
 
     def __init__(self, own: Any, names: list[str | None], seen: base.Observed,
                  updates: Callable[[list[str], float], Callable[[], None]]):
@@ -244,7 +244,7 @@ class _Updater:
             name = self._names[index]
             if name is not None:
                 seen.applied[name] = grad.asnumpy() * seen.scale
-        with replaced(optimizer, "_get_lrs", _told(
+        with replaced(optimizer, "_get_lrs", _recording(
                 optimizer._get_lrs, rates)):
             try:
                 self._own(indices, grads, weights)
@@ -252,10 +252,9 @@ class _Updater:
                 if grads[0].dtype != np.float64:
                     raise
                 raise ValueError(
-                    "an optimizer that takes float64 is compared in float64; "
-                    f"received {type(optimizer).__name__} of MXNet, which "
-                    "does not. Compare with dtype='float32'.") from error
-        # AdaDelta has no rate.
+                    f"{type(optimizer).__name__} of MXNet does not support "
+                    "float64. Compare with dtype='float32'.") from error
+        # AdaDelta has no learning rate.
         seen.rates |= {name: rates.get(index, 1.0) for index in indices
                        if (name := self._names[index]) is not None}
         after()
@@ -263,7 +262,7 @@ class _Updater:
 
 class _AnyDtype:
     """`mxnet.ndarray` for `gluon.utils`: in float64, ``clip_global_norm`` of
-    MXNet 1.9.1 joins a float64 norm with a float32 one, which fails."""
+    MXNet 1.9.1 combines float64 and float32 norms, which raises."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(mx.nd, name)
@@ -275,22 +274,23 @@ class _AnyDtype:
 
 
 def any_dtype_clipped() -> contextlib.AbstractContextManager[None]:
-    """Inside the block, ``gluon.utils.clip_global_norm`` works in float64."""
+    """Context manager in which ``gluon.utils.clip_global_norm`` supports
+    float64."""
     return replaced(mx.gluon.utils, "ndarray", _AnyDtype())
 
 
-def _told(rates_of: Callable[..., Any], found: dict[int, float]
+def _recording(rates_of: Callable[..., Any], found: dict[int, float]
           ) -> Callable[..., Any]:
-    def told(indices: Any) -> Any:
+    def lrs(indices: Any) -> Any:
         rates = rates_of(indices)
         found.update(zip(indices, rates))
         return rates
-    return told
+    return lrs
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside the block, an attribute of an object has another value."""
+    """Context manager that sets an attribute of an object and restores it."""
     own = vars(owner).get(name)
     setattr(owner, name, value)
     try:
@@ -303,7 +303,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _slots(state: Any, family: str | None) -> list[tuple[str, Any]]:
-    """The arrays of a weight's state with their names."""
+    """Names and arrays of a weight's optimizer state."""
     parts = state if isinstance(state, (tuple, list)) else (state,)
     names = SLOTS.get(family or "", [*map(str, range(len(parts)))])
     return [(slot, x) for slot, x in zip(names, parts) if x is not None]
@@ -311,7 +311,7 @@ def _slots(state: Any, family: str | None) -> list[tuple[str, Any]]:
 
 def read_state(updater: Any, index: int, family: str | None
                ) -> dict[str, np.ndarray]:
-    """What an updater of Gluon's remembers of a weight, by slot."""
+    """Optimizer state of a weight in a Gluon updater, by slot."""
     slots = {slot: x.asnumpy()
              for slot, x in _slots(updater.states[index], family)}
     return slots if family != "nadam" else {
@@ -320,7 +320,8 @@ def read_state(updater: Any, index: int, family: str | None
 
 def write_state(updater: Any, index: int, weight: Any, family: str | None,
                 slots: Mapping[str, np.ndarray]) -> None:
-    """Give it a new state of the weight, with `slots`."""
+    """Create the state of a weight in a Gluon updater, with the values
+    `slots`."""
     optimizer = updater.optimizer
     state = optimizer.create_state_multi_precision(index, weight)
     for slot, x in _slots(state, family):
@@ -337,7 +338,7 @@ def _array(value: np.ndarray, like: Any) -> Any:
 
 
 def _kept(part: Any) -> Callable[[], None]:
-    """A function that gives a part the state that it has now."""
+    """Return a function that restores the current state of a part."""
     values = {k: _copied(v) for k, v in _items(part).items()}
 
     def put_back() -> None:
@@ -360,7 +361,8 @@ def _copied(x: Any) -> Any:
 
 
 def _kept_trainer(trainer: Any, memory: bool) -> Callable[[], None]:
-    """Options and schedule; with `memory` also its arrays."""
+    """Return a function that restores options and schedule of a trainer; with
+    `memory` also the optimizer state."""
     optimizer, updater = trainer.optimizer, trainer._updaters[0]
     numbers = {k: v for k, v in vars(optimizer).items()
                if isinstance(v, (int, float, type(None)))}
@@ -381,7 +383,7 @@ def _kept_trainer(trainer: Any, memory: bool) -> Callable[[], None]:
 
 
 def _rule(optimizer: Any) -> tuple[str, dict[str, Any]] | None:
-    """What an optimizer of Gluon computes: see `OwnParts`."""
+    """The update rule of a Gluon optimizer, see `OwnParts`."""
     family = FAMILIES.get(type(optimizer))
     return None if family is None else (family, {
         OPTIONS.get(k, k): v for k, v in vars(optimizer).items()

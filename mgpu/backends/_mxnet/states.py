@@ -1,5 +1,5 @@
-"""What devices have of their own: attributes of blocks that forward sets, and
-running statistics."""
+"""Per-device state: attributes of blocks set by forward, and running
+statistics."""
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mgpu.backends import containers
-from mgpu.backends._mxnet.block_tree import (Place, blocks_of, is_array,
+from mgpu.backends._mxnet.block_tree import (AttributeKey, blocks_of, is_array,
                                              is_recorded, on_context,
                                              state_of, view_of)
 from mgpu.backends._mxnet.framework import mx
@@ -19,47 +19,47 @@ autograd, gluon = mx.autograd, mx.gluon
 
 
 class _State(NamedTuple):
-    """An attribute that forward has set.
+    """An attribute set by forward.
 
-    It is valid while the network has `shown`, with the content `seen`.
+    Valid while the network has the object `shown` with the content `seen`.
     """
 
     block: Any
     shown: Any
     seen: Any
     values: dict[int, Any]              # by device
-    bounds: list[tuple[int, int]] | None    # of the examples, if it is joined
+    bounds: list[tuple[int, int]] | None    # of the examples, if joined
 
 
 class DeviceStates:
-    """The attributes of a network's blocks on several contexts.
+    """Attributes of a network's blocks on several contexts.
 
-    Arrays and containers of them are each device's own. The network shows
-    what has an entry for each example joined like an output, and of all else
-    the first device's.
+    Arrays, and containers of arrays, have a value for each device. On the
+    network, attributes with an entry for each example are joined like
+    outputs; others have the value of the first device.
 
     Parameters
     ----------
     net : Block
     contexts : list of Context
-        The first one is the network's.
+        The first one is that of the network.
     """
 
     def __init__(self, net: Any, contexts: Sequence[Any]) -> None:
         self._net, self._contexts = net, list(contexts)
-        self._states: dict[Place, _State] = {}
+        self._states: dict[AttributeKey, _State] = {}
 
     def begin(self, active: Sequence[int], batch: Batch
-              ) -> dict[int, dict[Place, Any]]:
-        """By device, the attributes that its pass begins with, where they are
-        not copies of the network's."""
-        found: dict[int, dict[Place, Any]] = {i: {} for i in active}
+              ) -> dict[int, dict[AttributeKey, Any]]:
+        """The attributes at the start of the pass, by device, except copies
+        of the network's."""
+        found: dict[int, dict[AttributeKey, Any]] = {i: {} for i in active}
         bounds = list(batch.bounds)
         for place, state in list(self._states.items()):
             now = vars(state.block).get(place[1])
             values, known = state.values, state.bounds
             is_same = now is state.shown and _content(now) == state.seen
-            if not is_same:     # the user's
+            if not is_same:     # set by the user
                 del self._states[place]
             if is_same and known is not None \
                     and known[-1][1] != bounds[-1][1]:
@@ -68,7 +68,7 @@ class DeviceStates:
                     found[i][place] = containers.replace(
                         now, is_array, partial(OtherBatch, name=name))
                 continue
-            # Of the user's in another form: as it is, for all devices.
+            # Set by the user in another form: used by all devices.
             if not is_same and (known is None or not containers.have_form(
                     now, state.shown, is_array, known[-1][1], bounds[-1][1])):
                 continue
@@ -81,7 +81,7 @@ class DeviceStates:
                 self._states[place] = _State(
                     state.block, now, _content(now), values, bounds)
             elif not any(map(is_recorded, containers.arrays_in(
-                    now, is_array))):       # the user may have cut it off
+                    now, is_array))):       # the user may have detached it
                 values = {i: containers.replace(
                     x, is_array, lambda a: a.detach() if is_recorded(a)
                     else a) for i, x in values.items()}
@@ -89,24 +89,24 @@ class DeviceStates:
                 found[i][place] = values[i]
         return found
 
-    def end(self, before: Mapping[Place, Any],
+    def end(self, before: Mapping[AttributeKey, Any],
             views: Mapping[int, Mapping[int, dict[str, Any]]], batch: Batch
             ) -> None:
-        """Show on the network what forward has set.
+        """Set the attributes of the network to those set by forward.
 
         Parameters
         ----------
         before : dict
-            The attributes of the first device before its pass.
+            Attributes of the first device before its pass.
         views : dict
-            Device -> id of a block -> the attributes that it has there.
+            Device -> id of a block -> attributes there.
         batch : Batch
 
         Raises
         ------
         ValueError
-            Values with a gradient that differ between devices and have no
-            entry for each example.
+            Recorded values differ between devices and have no entry for each
+            example.
         """
         first = next(iter(views))
         blocks = {id(block): block for block in blocks_of(self._net)}
@@ -122,7 +122,7 @@ class DeviceStates:
                 if x is state.shown or state.bounds != list(batch.bounds):
                     block.__dict__[name] = state.shown
                     continue    # of another batch size
-                is_set = True   # perhaps in place
+                is_set = True   # possibly in place
             if not (is_set or is_array(x) or containers.parts(x)
                     or first and isinstance(x, np.ndarray)):
                 continue
@@ -135,7 +135,7 @@ class DeviceStates:
                 shown, bounds = _joined(
                     list(values.values()), f"{type(block).__name__}.{name}",
                     place, batch), list(batch.bounds)
-            if shown is None:       # the first device's stands for all
+            if shown is None:       # use the value of the first device
                 shown, bounds = containers.replace(
                     x, is_array, partial(on_context,
                                          context=self._contexts[0])), None
@@ -144,9 +144,9 @@ class DeviceStates:
                                          values, bounds)
 
 
-def _joined(values: list[Any], name: str, place: Place, batch: Batch) -> Any:
-    """The devices' values as one; None where the first device's stands for
-    all."""
+def _joined(values: list[Any], name: str, place: AttributeKey, batch: Batch
+            ) -> Any:
+    """Join the values of the devices. None: use that of the first device."""
     try:
         return batch.join(values, name, place)
     except ValueError as error:
@@ -160,7 +160,7 @@ def _joined(values: list[Any], name: str, place: Place, batch: Batch) -> Any:
         return None
 
 
-def set_states(net: Any, states: Mapping[Place, Any]) -> None:
+def set_states(net: Any, states: Mapping[AttributeKey, Any]) -> None:
     """Set attributes of the blocks of `net`."""
     view = view_of(net)
     for (key, name), x in states.items():
@@ -169,7 +169,7 @@ def set_states(net: Any, states: Mapping[Place, Any]) -> None:
 
 
 def _content(x: Any) -> Any:
-    """What to compare: of arrays the shape and the bytes."""
+    """Value for comparisons: shape and bytes of arrays."""
     if is_array(x) or isinstance(x, np.ndarray):
         values = x.asnumpy() if is_array(x) else x
         return values.shape, values.tobytes()
@@ -179,13 +179,13 @@ def _content(x: Any) -> Any:
 
 # -- running statistics -------------------------------------------------------
 
-#: by Parameter: the calls of its ``set_data``; MXNet counts no writes
+#: number of ``set_data`` calls by Parameter; MXNet does not count writes
 _sets: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 _set_data = gluon.Parameter.set_data
 
 
 def _counted_set_data(self: Any, data: Any) -> None:
-    """Sets this parameter's value on all contexts."""
+    """Set this parameter's value on all contexts."""
     _set_data(self, data)
     _sets[self] = sets_of(self) + 1
 
@@ -194,26 +194,26 @@ gluon.Parameter.set_data = _counted_set_data
 
 
 def sets_of(parameter: Any) -> int:
-    """How many times ``set_data`` of a Parameter was called."""
+    """Number of ``set_data`` calls of a Parameter."""
     return _sets.get(parameter, 0)
 
 
-#: those whose network waits for a device's values
+#: those whose network takes the values of another device
 _waiting: "weakref.WeakSet[DeviceStatistics]" = weakref.WeakSet()
 
 
-def settle_all() -> None:
-    """A backward pass, in which MXNet moves running statistics, has ended:
-    networks take those of the first device that had examples."""
+def flush_all() -> None:
+    """After a backward pass, in which MXNet updates running statistics: copy
+    those of the first device with examples to the networks."""
     for one in list(_waiting):
-        one.settle()
+        one.flush()
 
 
 class _Own(NamedTuple):
-    """A device's own values of a parameter.
+    """Values of a parameter on one device.
 
-    They are valid while the network has `source` in it, after `sets` calls
-    of its ``set_data``. Otherwise the device follows the network.
+    Valid while the network has the array `source`, after `sets` calls of
+    ``set_data``. Otherwise the device copies the network's values.
     """
 
     source: Any
@@ -222,14 +222,14 @@ class _Own(NamedTuple):
 
 
 class DeviceStatistics:
-    """Each device's own running statistics, from passes that train.
+    """Running statistics of each device, from training passes.
 
     Parameters
     ----------
     parameters : list of gluon.Parameter
-        The network's running means and variances.
+        Running means and variances of the network.
     contexts : list of Context
-        The first one is the network's.
+        The first one is that of the network.
     """
 
     def __init__(self, parameters: Sequence[Any], contexts: Sequence[Any]
@@ -240,14 +240,13 @@ class DeviceStatistics:
         self._sources: dict[Any, int] = {}
 
     def own(self, i: int, p: Any) -> Any:
-        """Device `i`'s own array; None: it follows the network."""
+        """The array of device `i`. None: a copy of the network's."""
         one, arrays = self._own[i].get(p), vars(p)["_data"]
         return one.values if one is not None and arrays \
             and one.source is arrays[0] and one.sets == sets_of(p) else None
 
     def begin(self, i: int) -> dict[Any, Any]:
-        """By parameter, device `i`'s arrays for a pass that trains, which
-        writes to them."""
+        """Arrays of device `i` by parameter, which a training pass writes."""
         return {p: self._values(i, p) for p in self.parameters
                 if vars(p)["_data"]}
 
@@ -261,8 +260,9 @@ class DeviceStatistics:
         return values
 
     def end(self, active: Sequence[int]) -> None:
-        """The devices `active` have trained. What forward has set does not
-        count as the user's; other devices follow the network."""
+        """End a training pass of the devices `active`. Other devices copy the
+        network. ``set_data`` calls of forward do not count as writes of the
+        user."""
         for i, own in enumerate(self._own):
             if i not in active:
                 own.clear()
@@ -272,9 +272,10 @@ class DeviceStatistics:
             self.parameters, active[0])
         (_waiting.add if self._sources else _waiting.discard)(self)
 
-    def settle(self) -> None:
-        """Copy to the network what it takes of another device; again after
-        each backward pass, until the next pass that trains."""
+    def flush(self) -> None:
+        """Copy the statistics of another device to the network, if its first
+        device has no examples. Called after each backward pass, until the
+        next training pass."""
         for p, i in self._sources.items():
             values = self.own(i, p)
             if values is not None:
@@ -282,8 +283,8 @@ class DeviceStatistics:
                     values.copyto(vars(p)["_data"][0])
 
     def write(self, p: Any, values: Sequence[Any]) -> None:
-        """``values[i]`` are device i's own, and ``values[0]`` the
-        network's."""
+        """Write ``values[i]`` to device i, and ``values[0]`` to the
+        network."""
         self._sources.pop(p, None)
         with autograd.pause():
             for i, value in enumerate(values):
@@ -292,8 +293,7 @@ class DeviceStatistics:
                     array[:] = value
 
     def written(self, p: Any) -> None:
-        """All devices follow the network, whose values somebody has
-        written."""
+        """Report a write to the network's values, which all devices copy."""
         self._sources.pop(p, None)
         for own in self._own:
             own.pop(p, None)

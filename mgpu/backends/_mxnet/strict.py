@@ -1,10 +1,10 @@
-"""`mgpu.strict_devices` on MXNet: checks every call into its library.
+"""`mgpu.strict_devices` on MXNet: check every call into its library.
 
 Arrays have contexts, but MXNet does not compare CPU contexts. All calls from
 Python into the library (the generated functions of `mx.nd`, `mx.np` and
-`mx.npx`, its function interface, compiled networks) are a few C functions,
-which Python looks up by name in every call. From the first mode on, checking
-functions are in their place.
+`mx.npx`, its function interface, compiled networks) use a few C functions,
+which Python looks up by name in every call. The first use of the mode replaces
+them by checking functions.
 """
 import contextlib
 import ctypes
@@ -21,7 +21,7 @@ from mgpu.backends.ledger import Ledgers
 
 _LIB = mx.base._LIB
 _ledgers = Ledgers()
-_KINDS = {"cpu", "gpu"}     # others (pinned, shared) are the host's
+_KINDS = {"cpu", "gpu"}     # others (pinned, shared) count as host
 _ARRAY = 14     # type code of an array in the function interface
 
 
@@ -31,7 +31,7 @@ def on() -> bool:
 
 
 class _Borrowed(mx.nd.NDArray):
-    """An array of the library that somebody else frees."""
+    """An array of the library that it does not own."""
 
     __slots__ = ()
 
@@ -57,7 +57,7 @@ def _arrays(arrays: Any, count: int) -> list[Any]:
 
 
 def _outputs(count: Any, arrays: Any) -> list[Any]:
-    """Those that a caller passed by reference, to be written to."""
+    """The output arrays passed by the caller."""
     return _arrays(arrays._obj, count._obj.value) if count._obj.value else []
 
 
@@ -75,7 +75,7 @@ def _one_device(ledgers: tuple[Any, ...], operation: str, arrays: list[Any]
                 ) -> None:
     devices = list(map(_device, arrays))
     if len(set(devices)) > 1:
-        ledgers[-1].refuse(operation, [
+        ledgers[-1].reject(operation, [
             (device, x.shape) for device, x in zip(devices, arrays)])
 
 
@@ -109,8 +109,8 @@ def _transfer(to_host, ledgers, array, data, size):
 
 
 def filled(array: Any) -> None:
-    """Count that the new `array` was written from the host, without a call of
-    the library."""
+    """Count the host copy of the new `array`, which did not use the
+    library."""
     for ledger in _ledgers.active():
         ledger.copy(None, _device(array), _bytes(array))
 
@@ -132,7 +132,7 @@ def _checked(check: Callable[..., None], call: Callable[..., int], *args: Any
     return call(*args)
 
 
-_watched = threading.Lock()     # taken once
+_watched = threading.Lock()     # acquired once
 
 
 def _watch() -> None:
@@ -143,7 +143,7 @@ def _watch() -> None:
 
 
 def always(ledger: Any) -> None:
-    """Turn the mode on for good, in all threads."""
+    """Enable the mode permanently, in all threads."""
     _watch()
     _ledgers.add(ledger)
 

@@ -1,7 +1,7 @@
-"""How batch-norm and dropout layers compute in training.
+"""Batch-norm and dropout layers in training.
 
-While a replica trains, functions of this file replace the ``forward`` of the
-user's layers (`TorchReplica`).
+In training passes, functions of this module replace the ``forward`` of layers
+in the copies of a network (`GluonMeaning`).
 """
 import threading
 from collections.abc import Callable
@@ -17,19 +17,19 @@ from mgpu.backends import base, messages
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 INSTANCE_NORMS = (nn.modules.instancenorm._InstanceNorm,)
-#: what they compute by, where the user has not written it
+#: the framework's forward methods of batch-norm layers
 FORWARDS = {layer.forward for layer in (*BATCH_NORMS, nn.SyncBatchNorm)}
-#: leading axes of a dropout layer's mask; 0: all of them
+#: number of leading axes of a dropout mask; 0: all axes
 DROPOUTS = {nn.Dropout: 0, nn.Dropout1d: 2, nn.Dropout2d: 2, nn.Dropout3d: 2}
-#: an input of fewer axes is one example for torch, and has a mask of one axis
+#: an input with fewer axes is a single example, whose mask has one axis
 _ROWS = {nn.Dropout1d: 3, nn.Dropout3d: 5}
 
 Forward = Callable[[Any], Any]
 
 
 def check_joined(net: nn.Module) -> None:
-    """Refuse layers under ``batch_norm="sync"`` that keep running statistics
-    of each device's rows."""
+    """Raise ValueError for layers with running statistics that
+    ``batch_norm="sync"`` does not support."""
     found = [path for path, m in net.named_modules()
              if isinstance(m, INSTANCE_NORMS) and m.running_mean is not None]
     if found:
@@ -37,8 +37,8 @@ def check_joined(net: nn.Module) -> None:
 
 
 class NoFunctionalBatchNorm(TorchFunctionMode):
-    """Inside, layers of the user's own do not normalize by the rows of one
-    device."""
+    """Mode that raises for functional batch norm in training, which would use
+    the examples of one device."""
 
     def __torch_function__(self, function: Any, types: Any,
                            args: tuple[Any, ...] = (), kwargs: Any = None
@@ -50,31 +50,30 @@ class NoFunctionalBatchNorm(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-#: `.now`: whether this thread is inside of `take_number`
+#: `.now`: whether this thread is inside `take_number`
 TAKING = threading.local()
 
 
 def is_gluons_dropout(layer: nn.Module) -> bool:
-    """Whether `layer` has one mask along axes, as Gluon's; also where it is
-    a copy of mgpu's in a source."""
+    """Whether `layer` is a GluonDropout, with masks along axes. Includes
+    copies of the class in generated source."""
     return isinstance(layer, nn.Dropout) \
         and type(layer).__name__ == "GluonDropout"
 
 
 def takes_masks(layer: nn.Module) -> bool:
-    """Whether the masks of `layer` in training can be given."""
+    """Whether the training masks of `layer` can be set."""
     return type(layer) in DROPOUTS \
         or is_gluons_dropout(layer) and not layer.always
 
 
 def computes_itself(layer: nn.Module) -> bool:
-    """Whether a batch-norm layer has a forward pass of the user's."""
+    """Whether a batch-norm layer has a user-defined forward."""
     return type(layer).forward not in FORWARDS
 
 
 def _in_training(layer: nn.Module, forward: Forward) -> Forward:
-    """`forward`, unless the network's own code has put `layer` into eval
-    mode."""
+    """`forward`, unless user code has set `layer` to eval mode."""
     def either(x: Any) -> Any:
         return forward(x) if layer.training \
             else type(layer).forward(layer, x)
@@ -82,15 +81,15 @@ def _in_training(layer: nn.Module, forward: Forward) -> Forward:
 
 
 def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
-    """A training pass as Gluon computes it on a CPU.
+    """Batch norm in training with Gluon's arithmetic on CPUs.
 
-    It normalizes with the batch's biased variance, and keeps that same
-    variance (torch keeps the unbiased one). Source: MXNet 1.9.1,
+    Normalizes with the biased variance of the batch, and updates the running
+    variance with it (torch uses the unbiased one). Source: MXNet 1.9.1,
     ``src/operator/nn/batch_norm.cc``.
     """
     x, count = call.x, call.x.numel() // call.x.shape[1]
-    # The only value of a channel less its mean is 0, so the result is beta.
-    # By x * scale + shift it would be rounding, of any sign.
+    # With one value per channel, x - mean is 0 and the result is beta.
+    # x * scale + shift would be rounding noise instead.
     given = x if count > 1 else x - x
     if call.running_mean is None:
         return torch.batch_norm(given, call.gamma, call.beta, None, None, True,
@@ -98,11 +97,11 @@ def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
                                 torch.backends.cudnn.enabled)
     running_mean: Any = call.running_mean
     running_var: Any = call.running_var
-    # With a momentum of 1 statistics stay exactly as they are.
+    # With a momentum of 1, the statistics do not change.
     keep = call.momentum != 1
     # torch adds (1 - momentum) times the unbiased variance, which is `factor`
-    # times the biased one; so it gets a running variance times `factor`. Few
-    # operations: each costs host time in every layer.
+    # times the biased one; so pass a running variance times `factor`. Few
+    # operations, because each costs host time in every layer.
     factor = count / (count - 1) if count > 1 else 1.0
     by_torch = keep and count > 1   # torch would divide by 0
     scaled = running_var * factor if by_torch else None
@@ -123,15 +122,15 @@ def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
 
 
 def moves_statistics(layer: nn.Module) -> bool:
-    """Whether a training pass moves running statistics of a batch-norm
-    layer. As in torch its flag decides, which may be set at any time."""
+    """Whether a training pass updates running statistics of a batch-norm
+    layer. As in torch, its flag may be set at any time."""
     return layer.running_mean is not None and bool(layer.track_running_stats)
 
 
 def batch_norm_call(layer: nn.Module, x: Any, path: str, keep: bool
                     ) -> base.BatchNormCall:
-    """A training call of `layer` in Gluon's terms; if `keep`, it is counted
-    and updates the running statistics."""
+    """The `BatchNormCall` of a training pass of `layer`. `keep`: whether to
+    count it and update the running statistics."""
     # float32, as MXNet stores the momentum of a layer
     momentum = float(np.float32(1 - layer.momentum)) \
         if layer.momentum is not None \
@@ -142,7 +141,7 @@ def batch_norm_call(layer: nn.Module, x: Any, path: str, keep: bool
         layer.num_batches_tracked.add_(1)
     if moves_statistics(layer):
         mean, var = layer.running_mean, layer.running_var
-        if not keep:   # of the same form, as a graph may keep them
+        if not keep:   # with the same strides, as a graph may save them
             mean, var = mean.clone(), var.clone()
     return base.BatchNormCall(x, layer.weight, layer.bias, mean, var,
                               layer.eps, momentum, 1, path)
@@ -151,7 +150,7 @@ def batch_norm_call(layer: nn.Module, x: Any, path: str, keep: bool
 def batch_norm_forward(layer: nn.Module, path: str,
                        normalize: base.Normalize, index: int,
                        keeps: Callable[[], bool]) -> Forward:
-    """A ``forward`` for `layer` that computes by `normalize`, and updates the
+    """A ``forward`` for `layer` that calls `normalize`, and updates the
     running statistics if ``keeps()``."""
     def forward(x: Any) -> Any:
         keep = torch.is_grad_enabled() \
@@ -161,8 +160,8 @@ def batch_norm_forward(layer: nn.Module, path: str,
 
 
 def take_number(device: torch.device) -> int:
-    """A number from torch's default stream, which a checkpoint sets again,
-    so that what is computed again finds its own."""
+    """Draw a number from torch's default stream. A checkpoint restores the
+    stream, so recomputed layers draw the same number."""
     TAKING.now = True
     try:
         return int(torch.randint(1 << 62, (), device=device))
@@ -175,14 +174,14 @@ def _leading(layer: nn.Module, x: Any) -> int:
 
 
 def mask_shape(x: Any, leading: int) -> Any:
-    """The shape of a dropout mask for `x`."""
+    """Shape of a dropout mask for `x`."""
     return x.shape if not leading else \
         x.shape[:leading] + (1,) * (x.dim() - leading)
 
 
 def draw_mask(x: Any, leading: int, keep: float,
               generator: torch.Generator | None) -> Any:
-    """A mask of ones with probability `keep` and zeros, not scaled."""
+    """Draw a mask of ones, with probability `keep`, and zeros. Unscaled."""
     mask = torch.empty(mask_shape(x, leading), dtype=x.dtype, device=x.device)
     return mask.bernoulli_(keep, generator=generator)
 
@@ -190,8 +189,8 @@ def draw_mask(x: Any, leading: int, keep: float,
 def dropout_forward(layer: nn.Module,
                     generator: Callable[[], torch.Generator | None],
                     ticket: Callable[[], torch.Tensor]) -> Forward:
-    """A ``forward`` for `layer` that draws masks from `generator`; compiled
-    code draws them from the stream of the device of `ticket`."""
+    """A ``forward`` for `layer` with masks from `generator`; in compiled
+    code, from the stream of the device of `ticket`."""
     def forward(x: Any) -> Any:
         leading = _leading(layer, x)
         keep = 1 - layer.p
@@ -209,15 +208,15 @@ def masked_forward(layer: nn.Module, draw: base.DrawMask, index: int,
                    again: dict[int, Any]) -> Forward:
     """A ``forward`` for the dropout layer `layer` with masks from `draw`.
 
-    What a backward pass may need again (no `generator`) is kept in `again`,
-    by a number that is then drawn again too.
+    Masks that a backward pass may recompute (no `generator`) are stored in
+    `again`, under a number that is then drawn again.
     """
     gluons = is_gluons_dropout(layer)
 
     def without(x: Any) -> Any:
         if not gluons:
             return x
-        rate, layer.p = layer.p, 0.0    # a source may compute otherwise
+        rate, layer.p = layer.p, 0.0    # generated source may differ
         try:
             return type(layer).forward(layer, x)
         finally:

@@ -28,7 +28,7 @@ from mgpu.utils.arguments import integer
 _recording: ContextVar[bool] = ContextVar("mgpu_recording", default=False)
 _training: ContextVar[bool] = ContextVar("mgpu_training", default=False)
 
-_NOBODYS = 0x6D677075       # a seed that shows another one
+_MARKER = 0x6D677075        # a seed that reveals a manual seed
 
 
 def _read_flags() -> tuple[bool, bool, bool]:
@@ -47,7 +47,7 @@ def _write_flags(recording: bool | None, training: bool | None,
 
 @contextlib.contextmanager
 def _waiting() -> Iterator[None]:
-    """A block in which the caller waits for the devices' threads."""
+    """Context manager in which the caller waits for the devices' threads."""
     openmp.end_threads()
     with aside():
         yield
@@ -68,8 +68,8 @@ class TorchBackend(Gradients, base.Backend):
         self.ops = TorchOps()
         self._seed = self._first = 0
         self._generators: dict[Any, torch.Generator] = {}
-        # set_num_threads acts on the calling thread only, so each device gets
-        # its share and the user's own threads keep theirs.
+        # set_num_threads affects the calling thread only, so each device has
+        # its share, and threads of the user are unaffected.
         self.threads = threads = environment.threads_per_device()
         self._workers = Workers(
             "mgpu-torch", partial(openmp.begin_thread, threads), self.carry,
@@ -82,7 +82,7 @@ class TorchBackend(Gradients, base.Backend):
         return (environment.logical_gpus() or physical) if physical else 0
 
     def handle(self, device: Any) -> torch.device:
-        """The torch device that a `Device` stands for."""
+        """The torch device of a `Device`."""
         if device.kind == "cpu":
             return torch.device("cpu")
         return torch.device("cuda", device.index % torch.cuda.device_count())
@@ -117,7 +117,7 @@ class TorchBackend(Gradients, base.Backend):
         strict.fetched(x)
         if x.dtype is torch.bfloat16:       # NumPy has none: exact in float32
             x = x.float()
-        # NumPy's view of the array itself would let no pass resize it.
+        # Not a view of the array, which passes could not resize then.
         return x.detach().cpu().clone(
             memory_format=torch.contiguous_format).numpy()
 
@@ -129,7 +129,8 @@ class TorchBackend(Gradients, base.Backend):
             torch.cuda.synchronize(handle)
 
     def check_inputs(self, inputs: Sequence[Any], device: Any) -> None:
-        """Refuse inputs of the replica on `device` that lie elsewhere."""
+        """Raise ValueError for inputs of the replica on `device` that are on
+        another device."""
         handle = self.handle(device)
         for x in inputs:
             if isinstance(x, torch.Tensor):
@@ -139,13 +140,13 @@ class TorchBackend(Gradients, base.Backend):
             else:
                 messages.refuse_foreign(x, self.name)
 
-    # -- the host's own memory ------------------------------------------------
+    # -- host memory --------------------------------------------------------
 
     def host_views(self, arrays: Sequence[Any], *, to_read: bool = False
                    ) -> list[np.ndarray] | None:
         if strict.on() and not to_read:
             return None
-        if to_read:     # NumPy has no bfloat16, but its bits
+        if to_read:     # NumPy has no bfloat16: pass the bits
             arrays = [x.detach().view(torch.int16)
                       if x.dtype is torch.bfloat16 else x for x in arrays]
         if any(x.is_cuda or x.layout is not torch.strided
@@ -158,7 +159,7 @@ class TorchBackend(Gradients, base.Backend):
             return [x.detach().numpy().reshape(-1)
                     for x in arrays] if to_read else None
         views = [x.detach().numpy().ravel(order="K") for x in arrays]
-        # An array without a base is a copy: there were gaps.
+        # An array without a base is a copy, because of gaps.
         return views if to_read or all(
             x.base is not None for x in views) else None
 
@@ -167,18 +168,18 @@ class TorchBackend(Gradients, base.Backend):
             self.uninterrupted(
                 lambda: self._workers.run(thunks, carry=False))
         finally:
-            # Makes a graph that still needs the old values an error.
+            # A graph that needs the old values raises then.
             torch.autograd.graph.increment_version(written)
 
     def library_reduces(self, arrays: Sequence[Any]) -> bool:
-        # is_available: they are contiguous, each on a card of its own
+        # is_available: contiguous arrays, each on a different card
         return all(x.is_cuda for x in arrays) \
             and torch.cuda.nccl.is_available(arrays)
 
     def library_allreduce(self, arrays: Sequence[Any], op: str) -> None:
         if not self.library_reduces(arrays):
             raise ValueError(
-                "NCCL reduces contiguous arrays on as many CUDA cards; "
+                "NCCL needs contiguous arrays on different CUDA cards; "
                 "received arrays on "
                 f"{', '.join(str(x.device) for x in arrays)}. Use "
                 "another algorithm, or 'auto'.")
@@ -207,8 +208,9 @@ class TorchBackend(Gradients, base.Backend):
 
     def run(self, thunks: Sequence[Callable[[], Any]], here: bool = False
             ) -> list[Any]:
-        """Call thunks, number i in the thread of device i, or `here` in the
-        calling one, on as many cores: the same sums, to the bit."""
+        """Call thunks, number i in the thread of device i, or with `here` in
+        the calling thread, on the same number of cores, which gives the same
+        bits."""
         if len(thunks) == 1:
             return self._workers.run(thunks)
         watched = not here and modes.watching()     # by the calling thread
@@ -251,8 +253,8 @@ class TorchBackend(Gradients, base.Backend):
             self._generators.clear()
 
     def generator(self, device: Any, use: str = "layers") -> torch.Generator:
-        """The random stream of `device`: two threads that shared torch's
-        own would draw different numbers in each run."""
+        """The random stream of `device`. Threads that share torch's default
+        stream would draw different numbers in each run."""
         if (device, use) not in self._generators:
             entropy = [self._seed, ("cpu", "gpu").index(device.kind),
                        self._first + device.index,
@@ -263,8 +265,8 @@ class TorchBackend(Gradients, base.Backend):
         return self._generators[device, use]
 
     def fan_out(self, x: Any, count: int) -> list[Any]:
-        # A backward pass adds in an order that depends on how much each
-        # thread has recorded in its life.
+        # Otherwise the order of additions in a backward pass depends on how
+        # many operations each thread has recorded.
         return list(x.expand(count, *x.shape).unbind())
 
     def data_parallel(self, net, devices, split, remake, synchronize):
@@ -310,16 +312,16 @@ class TorchBackend(Gradients, base.Backend):
             cudnn.allow_tf32 = before[1]
 
     def draws(self, thunk, devices):
-        for device in devices:      # which a first pass would make
+        for device in devices:      # otherwise created by a first pass
             self.generator(device), self.generator(device, "functional")
         put_back = self._kept_streams()
         own = list(self._generators.values())
         try:
             for generator in (*default_generators(), *own):
-                generator.manual_seed(_NOBODYS)
+                generator.manual_seed(_MARKER)
             with Draws(own) as seen:
                 made = thunk()
-                torch.empty(0)      # looks once more
+                torch.empty(0)      # checks once more
         finally:
             new = list(self._generators.values()) != own
             put_back()
@@ -371,11 +373,11 @@ class TorchBackend(Gradients, base.Backend):
             torch.cuda.synchronize(x.device)
 
     def memory(self, x: Any) -> tuple[Any, int, int]:
-        if x.layout is not torch.strided:   # a sparse tensor is many
+        if x.layout is not torch.strided:   # sparse: several tensors
             return x.get_device(), 0, 0
         begin = x.data_ptr()
         end = begin + x.nbytes
-        if not x.is_contiguous():       # nor without elements
+        if not x.is_contiguous():       # and so not empty
             end = begin + x.element_size() * (1 + sum(
                 (n - 1) * step for n, step in zip(x.shape, x.stride())))
         return x.get_device(), begin, end
@@ -450,9 +452,9 @@ class TorchBackend(Gradients, base.Backend):
 
 
 class _Through(torch.autograd.Function):
-    """See `mgpu.backends.base.Backend.through`. The order in which a backward
-    pass takes what is ready depends on what each thread has recorded in its
-    life; so each call depends on the one before, by a number."""
+    """See `mgpu.backends.base.Backend.through`. A backward pass orders nodes
+    that are ready by the number of operations recorded in each thread; so
+    each call depends on the previous one, through a scalar."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, after: Any, backend: TorchBackend,
@@ -475,18 +477,19 @@ class _Through(torch.autograd.Function):
 
 
 def _bytes(x: torch.Tensor) -> np.ndarray:
-    """The memory of `x`, which it does not keep. After ``numpy()`` torch
-    refuses to resize an array, as passes do to some buffers."""
+    """A view of the memory of `x`, which it does not keep alive. ``numpy()``
+    would prevent torch from resizing the array, as passes resize some
+    buffers."""
     return np.frombuffer(
         (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr()),
         np.uint8) if x.nbytes else np.empty(0, np.uint8)
 
 
 def _pinned(x: Any) -> Any:
-    """A copy of host data in page-locked memory.
+    """Copy host data to page-locked memory.
 
-    It is a tensor, because torch keeps that memory until copies from the
-    tensor, or from a part of it, are done.
+    Returns a tensor, because torch keeps the memory until copies from the
+    tensor, or from a view of it, are done.
     """
     if isinstance(x, np.ndarray) and x.dtype.name in messages.DTYPES:
         pinned = torch.empty(x.shape, dtype=dtype_of(x.dtype), pin_memory=True)

@@ -1,11 +1,11 @@
-"""One autograd node between a network and the graphs of its devices.
+"""An autograd node between a network and the graphs of its devices.
 
-Each device's forward pass records a graph of its own, from *leaves* (its
-private copies of parameters and inputs) to *roots* (what it returns). The
-node `_Boundary` has the network's own tensors as inputs (*sources*) and the
-roots of all devices as outputs. Its backward pass runs the devices' graphs,
-at the same time, and returns the sums over the devices. To everything outside
-of it, this is plain autograd.
+The forward pass of each device records a separate graph, from *leaves*
+(private copies of parameters and inputs) to *roots* (the results). The node
+`_Boundary` has the tensors of the network as inputs (*sources*) and the roots
+of all devices as outputs. Its backward pass runs the graphs of the devices in
+parallel, and returns the sums over the devices. From outside, this is plain
+autograd.
 """
 import weakref
 from collections.abc import (Callable, Collection, Iterable, Iterator,
@@ -24,31 +24,32 @@ from mgpu.backends._torch.graph import nodes
 
 _TOKEN = torch.empty(0)
 
-#: run(thunks): the results of thunks, one for each device. Where they wait
-#: for each other, run(thunks, turn) lets one run at a time, number n inside
-#: of turn(n)
+#: run(thunks) returns the results of thunks, one per device. For thunks that
+#: wait for each other, run(thunks, turn) runs one at a time, number n inside
+#: turn(n)
 Runner = Callable[..., list[Any]]
-#: ended(last): a backward pass has ended; `last`: there can be no other
+#: ended(last): called after a backward pass; `last`: no other can follow
 Ended = Callable[[bool], None]
-#: tensors that go into the boundary, by id
+#: input tensors of the boundary, by id
 Sources = dict[int, torch.Tensor]
 
 
 @dataclass
 class DeviceGraph:
-    """What one device's pass has recorded.
+    """The recorded graph of one device's pass.
 
     Attributes
     ----------
     leaves : dict
-        Id of a source -> the device's leaf for it.
+        Id of a source -> leaf of the device.
     roots : list of Tensor
     names : list of str or None
-        Of the roots that forward left in an attribute: its name.
+        For roots that forward set as attributes, the name.
     connected : bool
-        It is one with those of the other devices, by joint statistics.
+        Whether it is connected with the graphs of other devices, by
+        synchronized batch statistics.
     retained : bool
-        A part of another graph, which runs later: it is not freed.
+        Whether it is part of another graph that runs later, and not freed.
     """
 
     leaves: dict[int, torch.Tensor]
@@ -59,7 +60,8 @@ class DeviceGraph:
 
 
 class _Hold:
-    """Lives as long as autograd keeps the buffers of a device's graph."""
+    """Object that autograd keeps alive as long as the buffers of a device's
+    graph."""
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph
@@ -67,21 +69,21 @@ class _Hold:
 
 @dataclass
 class Joint:
-    """How the graphs of a network's devices are run.
+    """Runs the graphs of a network's devices.
 
     Attributes
     ----------
     run : callable
-        ``run(devices, thunks)``: the results of thunks, one for each of the
-        devices with these numbers.
+        ``run(devices, thunks)`` returns the results of thunks, one for each
+        device index.
     one_call : bool
-        Run all devices in one call of autograd: on GPUs, where autograd has a
-        thread for each device and threads of ours would wait for it.
+        Whether to run all devices in one call of autograd: on GPUs, where
+        autograd has a thread for each device.
     lock : context manager
-        A block in which no pass writes to the devices' copies.
+        Block in which no pass writes to the devices' copies.
     running : bool
-        Whether a backward pass adds to leaves now. It stays so where an
-        interrupt comes before they are empty again.
+        Whether a backward pass is accumulating in leaves. Remains True after
+        an interrupt before the leaves are cleared.
     """
 
     run: Callable[[Sequence[int], Sequence[Any]], list[Any]]
@@ -92,8 +94,8 @@ class Joint:
     def connect(self, graphs: Mapping[int, DeviceGraph], sources: Sources,
                 ended: Ended | None = None
                 ) -> dict[int, Iterator[torch.Tensor]]:
-        """The roots of all devices as outputs of one node over `sources`;
-        `ended` is called behind each of its backward passes."""
+        """The roots of all devices as outputs of one node with inputs
+        `sources`. `ended` is called after each of its backward passes."""
         found: dict[int, Iterator[torch.Tensor]] = {
             i: iter(()) for i in graphs}
         ready: dict[int, Any] = {}
@@ -109,7 +111,7 @@ class Joint:
 
     def sums(self, work: dict[int, tuple[DeviceGraph, Any, bool]],
              sources: Sources) -> list[torch.Tensor | None]:
-        """The gradients of `sources`, added in the order of the devices."""
+        """Gradients of `sources`, summed in the order of the devices."""
         graphs = [graph for graph, *_ in work.values()]
         self.running = True
         try:
@@ -120,7 +122,7 @@ class Joint:
                                       for one in work.values()])
             return _added([(key, leaf.grad) for graph in graphs
                            for key, leaf in graph.leaves.items()], sources)
-        finally:        # also after an error nothing is left in the leaves
+        finally:        # clear the leaves, also after an error
             for graph in graphs:
                 for leaf in graph.leaves.values():
                     leaf.grad = None
@@ -129,13 +131,13 @@ class Joint:
     def differentiable_sums(
             self, work: dict[int, tuple[DeviceGraph, Any, bool]],
             sources: Sources) -> list[torch.Tensor | None]:
-        """`sums` that are recorded (``create_graph=True``): each device's
-        derivative is a graph behind a boundary of its own.
+        """`sums`, recorded (``create_graph=True``): the derivative of each
+        device is a graph behind another boundary.
 
         Raises
         ------
         RuntimeError
-            Graphs that are connected.
+            The graphs are connected.
         """
         if any(graph.connected for graph, *_ in work.values()):
             raise RuntimeError("batch_norm='sync' has no second derivatives. "
@@ -187,7 +189,7 @@ class _Boundary(torch.autograd.Function):
             given = [*islice(left, count)]
             if any(h is not None for h in given):
                 graph = ctx.ready.pop(i)
-                # `retain_graph` is not told to nodes: then the hold lives.
+                # A living hold means `retain_graph`, which nodes cannot read.
                 work[i] = graph, given, graph.retained \
                     or ctx.holds[i]() is not None
         _check_attributes(work, len(ctx.counts))
@@ -210,25 +212,25 @@ def keep(roots: Sequence[torch.Tensor], graph: DeviceGraph | None = None,
          ready: dict[int, Any] | None = None, i: int = 0,
          ended: Ended | None = None
          ) -> "tuple[Iterator[torch.Tensor], weakref.ref[_Hold]]":
-    """`roots` behind a node that gives, in a backward pass, ``ready[i]`` the
-    value `graph`; and what ends when there can be no other backward pass.
-    `ended` is called behind each."""
+    """Put `roots` behind a node that sets ``ready[i]`` to `graph` in a
+    backward pass. Also returns a reference that dies when no other backward
+    pass can follow. `ended` is called after each."""
     hold, ready = _Hold(graph), {} if ready is None else ready
     alive = weakref.ref(hold)
 
     def unpack(hold: _Hold) -> torch.Tensor:
         ready[i] = hold
         return _TOKEN
-    # Autograd alone keeps the hold: once it drops it, nobody asks for this
-    # graph again, and its buffers are freed.
+    # Only autograd refers to the hold: once it is released, the graph is not
+    # used again, and its buffers are freed.
     with saved_tensors_hooks(lambda _: hold, unpack):
         return iter(_Keep.apply(ready, i, None if ended is None else lambda:
                                 ended(alive() is None), *roots)), alive
 
 
 class _Keep(torch.autograd.Function):
-    """The roots of one device -> the same. In a backward pass it runs before
-    the boundary, and hands it the device's graph."""
+    """Identity on the roots of one device. In a backward pass it runs before
+    the boundary, and passes the device's graph to it."""
 
     @staticmethod
     def forward(ctx: Any, ready: dict[int, Any], i: int,
@@ -244,12 +246,12 @@ class _Keep(torch.autograd.Function):
         if ctx.ended is not None:
             _call_afterwards(ctx.ended)
         # A loss of other devices runs this node too, with None, and torch
-        # may then release what it has saved.
+        # may then release its saved tensors.
         unused = all(h is None for h in heads)
         if ctx.spare is None:
             try:
                 _ = ctx.saved_tensors       # calls `unpack`
-            except RuntimeError:        # torch's own, of a second time
+            except RuntimeError:        # of torch, in a second pass
                 if unused:
                     return None, None, None, *heads
                 raise
@@ -260,14 +262,14 @@ class _Keep(torch.autograd.Function):
 
 
 def devices_of(loss: torch.Tensor) -> set[int]:
-    """The devices whose outputs a loss depends on, of several."""
+    """Indices of the devices whose outputs a loss depends on."""
     return {node.i for node in nodes([loss])[0]
             if type(node) is _Keep._backward_cls}
 
 
 class Alias(torch.autograd.Function):
-    """The same memory as a tensor that is neither a leaf nor a view: a
-    forward pass may write to it in place."""
+    """Alias of a tensor that is neither a leaf nor a view, so that a forward
+    pass may write to it in place."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -279,7 +281,7 @@ class Alias(torch.autograd.Function):
 
 
 def _run(work: Collection[tuple[DeviceGraph, Any, bool]]) -> None:
-    """One backward pass of several graphs."""
+    """Run one backward pass of several graphs."""
     roots, heads = _reached(
         [root for graph, *_ in work for root in graph.roots],
         [head for _, heads, _ in work for head in heads])
@@ -289,15 +291,15 @@ def _run(work: Collection[tuple[DeviceGraph, Any, bool]]) -> None:
 
 def _reached(roots: Sequence[torch.Tensor], heads: Sequence[Any]
              ) -> tuple[list[torch.Tensor], list[Any]]:
-    """The roots that have a gradient, and these."""
+    """The roots that have a gradient, and their gradients."""
     at = [n for n, head in enumerate(heads) if head is not None]
     return [roots[n] for n in at], [heads[n] for n in at]
 
 
 def _added(parts: Iterable[tuple[int, torch.Tensor | None]], sources: Sources
            ) -> list[torch.Tensor | None]:
-    """The sum of the parts for each source, in new memory: autograd takes it
-    as it is, and the gradients of leaves may be views of one another."""
+    """Sum the parts of each source, in new memory: autograd does not copy the
+    result, and gradients of leaves may be views of each other."""
     totals: dict[int, Any] = dict.fromkeys(sources)
     for key, g in parts:
         if g is not None and key in totals:
@@ -309,7 +311,8 @@ def _added(parts: Iterable[tuple[int, torch.Tensor | None]], sources: Sources
 
 def _check_attributes(work: Mapping[int, tuple[DeviceGraph, Any, bool]],
                       devices: int) -> None:
-    """Refuse a loss on an attribute that forward left on one device."""
+    """Raise RuntimeError for a loss on an attribute that has the value of one
+    device."""
     if devices == 1 or 0 not in work:
         return
     graph, heads, _ = work[0]
@@ -326,8 +329,8 @@ def _check_attributes(work: Mapping[int, tuple[DeviceGraph, Any, bool]],
 
 def _call_hooks_if_reached(x: torch.Tensor) -> None:
     """For the rest of this backward pass, call the hooks of `x` only if a
-    gradient has reached it: of a node's inputs, torch calls those of others
-    too."""
+    gradient has reached it. Torch would call the hooks of all inputs of a
+    node."""
     grad = x.grad
     count = None if grad is None else grad._version
 
@@ -355,5 +358,5 @@ def _restore(hooks: dict[int, Any], before: dict[int, Any],
 
 
 def _call_afterwards(function: Callable[[], None]) -> None:
-    """At the end of this backward pass."""
+    """Call `function` at the end of this backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -1,4 +1,4 @@
-"""Compiled networks: `torch.compile` under mgpu's threads and streams."""
+"""Compiled networks: `torch.compile` with mgpu's threads and streams."""
 import contextlib
 import itertools
 import threading
@@ -18,7 +18,7 @@ from mgpu.backends._torch.openmp import threads
 _numbers = itertools.count()
 _by_number: "weakref.WeakValueDictionary[int, Any]" = \
     weakref.WeakValueDictionary()
-#: the buffer of a compiled network that says whose pass it is
+#: buffer of a compiled network that identifies the device
 TICKET = "mgpu_ticket"
 
 
@@ -28,9 +28,9 @@ class Ticket:
     Attributes
     ----------
     generator : callable
-        Gives the random stream of the device.
+        Returns the random stream of the device.
     tensor : Tensor
-        (the number of the device, how many masks compiled code has drawn).
+        (number of the ticket, number of masks drawn by compiled code).
     """
 
     def __init__(self, generator: Callable[[], torch.Generator]) -> None:
@@ -40,51 +40,49 @@ class Ticket:
 
 
 # Held while a thread calls compiled code, or compiles it. While torch traces,
-# it takes calls of compiled functions in other threads for errors; and what it
-# looks up to find the code of a call is one for all threads: calls at the same
-# time compile again what is there.
+# calls of compiled functions in other threads raise; and its cache lookup is
+# not thread-safe: concurrent calls would recompile.
 _alone = threading.RLock()
 
 
 @contextlib.contextmanager
 def _options() -> Iterator[None]:
-    """How torch compiles inside the block."""
+    """Context manager with the options of torch.compile."""
     from torch._dynamo import config as dynamo      # takes a second
-    # Backward passes too are compiled now, not when they first run:
-    # meanwhile torch sets its random state, which replicas share.
+    # Compile backward passes now, not when they first run, because compiling
+    # sets torch's random state, which replicas share.
     with functorch.patch(force_non_lazy_backward_lowering=True), \
             dynamo.patch(skip_nnmodule_hook_guards=False):  # hooks may change
         yield
 
 
-#: for how many shapes of inputs (and other conditions) a replica's training
-#: or prediction pass is compiled; for more, torch runs it layer by layer
+#: maximum number of input shapes (and other conditions) for which a pass is
+#: compiled; for more, torch runs it layer by layer
 _SHAPES = 32
 
 
 class Compiled:
-    """A network as one compiled function of parameters, buffers and inputs:
-    all devices share its graphs.
+    """A network as one compiled function of parameters, buffers and inputs,
+    whose graphs all devices share.
 
     Parameters
     ----------
     cores : int
-        That the code is made for.
+        Number of CPU cores of the code.
     """
 
     def __init__(self, cores: int) -> None:
         self._cores = cores
-        #: by the modes of the modules: a copy of the network, and its
-        #: function
+        #: by modes of the modules: a copy of the network, and its function
         self._known: dict[Any, tuple[nn.Module, Callable[..., Any]]] = {}
-        #: the network that was compiled last, and the tensors of its pass. It
-        #: has none itself: code for one that is given its own tensors is not
-        #: that for others.
+        #: the network compiled last, and the tensors of its pass. It has no
+        #: tensors: code compiled with a network's own tensors is not reused
+        #: for others.
         self._first: tuple[nn.Module | None, dict[str, Any]] = None, {}
 
     def refresh(self, key: Any, net: nn.Module) -> None:
-        """`net`, a copy with the modes of `key`, has the attributes that the
-        passes to come are to see."""
+        """Set the attributes of the following passes to those of `net`, a
+        copy with the modes of `key`."""
         if key not in self._known:
             self._first = net, _tensors(net)
             for module in net.modules():
@@ -113,7 +111,7 @@ class Compiled:
 
     def __call__(self, key: Any, ticket: Ticket, net: nn.Module, args: Any,
                  kwargs: Any) -> Any:
-        """``net(*args, **kwargs)`` of a copy `net`."""
+        """Call ``net(*args, **kwargs)`` for a copy `net`."""
         first, tensors = self._first
         if net is first:
             self._first = None, {}
@@ -137,10 +135,10 @@ def _without_memory(x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def define_mask() -> None:
-    """Make drawing a mask one operation to the compiler.
+    """Define drawing a mask as an operation of the compiler.
 
-    It writes to the ticket, so the compiler does not leave it out, repeat it,
-    reorder it or merge it with another one.
+    It writes to the ticket, so the compiler does not remove, repeat, reorder
+    or merge it.
     """
     @torch.library.custom_op("mgpu::dropout_mask", mutates_args={"ticket"})
     def dropout_mask(x: torch.Tensor, leading: int, keep: float,

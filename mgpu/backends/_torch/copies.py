@@ -1,8 +1,9 @@
-"""Forward and backward passes of one network on several devices.
+"""Forward and backward passes of a network on several devices.
 
-The network itself is the only state. A pass makes, for each device, a shallow
-copy of the module tree with private leaves for parameters: those of device 0
-share the network's memory, the others are overwritten from it.
+The network is the only state. Each pass makes a shallow copy of the module
+tree for each device, with private leaves for parameters. Those of device 0
+share the memory of the network; those of other devices are overwritten with
+its values.
 """
 import contextlib
 import copy
@@ -35,10 +36,10 @@ _MISSING = object()
 
 
 class _Held(NamedTuple):
-    """A device's own array or attribute.
+    """Array or attribute of a device.
 
-    It is valid while the network has `original` at that `version`, and, if
-    it is a part of `original`, for batches of `size` examples.
+    Valid while the network has `original` at that `version`, and, if it is a
+    part of `original`, for batches of `size` examples.
     """
 
     original: Any
@@ -48,30 +49,30 @@ class _Held(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """A network for one device and one pass."""
+    """Copy of a network for one device and one pass."""
 
     net: nn.Module
     leaves: dict[int, torch.Tensor]
-    originals: Copies               # id of a copy -> the network's own
-    modules: dict[int, nn.Module]   # id of the network's own -> the copy
+    originals: Copies               # id of a copy -> original
+    modules: dict[int, nn.Module]   # id of an original -> copy
     contents: Contents              # before the pass
-    arrays: dict[int, torch.Tensor]     # id of the network's own -> the copy
-    stamps: list[tuple[int, int]]   # of these
+    arrays: dict[int, torch.Tensor]     # id of an original -> copy
+    stamps: list[tuple[int, int]]   # of `arrays`
 
 
-#: (id of a module, name) of an attribute
+#: key of an attribute: (id of a module, name)
 _Place = tuple[int, str]
 
 
 class _Changes(NamedTuple):
-    """What a forward pass has set."""
+    """Attributes and buffers set by a forward pass."""
 
     attributes: dict[_Place, Any]
     buffers: dict[_Place, Any]
 
 
 def _stamps(arrays: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """What in-place writes change, and other memory."""
+    """Version and address of arrays, which change with writes."""
     return [(0 if x.is_inference() else x._version, x.data_ptr())
             for x in arrays]
 
@@ -81,8 +82,8 @@ def is_tensor(x: Any) -> bool:
 
 
 def on_one_device() -> bool:
-    """Whether the caller allows one device only: it is inside the pass of a
-    device, torch.func, forward-mode derivatives, tracing or compilation."""
+    """Whether the caller supports one device only: in the pass of a device,
+    torch.func, forward-mode derivatives, tracing or compilation."""
     return (inside_worker() or torch.compiler.is_compiling()
             or torch._C._functorch.peek_interpreter_stack() is not None
             or torch.autograd.forward_ad._current_level >= 0
@@ -90,20 +91,20 @@ def on_one_device() -> bool:
 
 
 class Plan(NamedTuple):
-    """How a pass is run.
+    """Options of a pass.
 
     Attributes
     ----------
     mode : object
-        Passes of one mode draw random numbers alike.
+        Passes of the same mode draw the same random numbers.
     together : Runner, optional
         Runs devices that wait for each other.
     dresses : bool
-        Whether `Meaning.dress` changes something.
+        Whether `Meaning.dress` has effects.
     compiles : bool
         Whether compiled code runs.
     own_statistics : bool
-        Whether each device has running statistics of its own.
+        Whether each device has its own running statistics.
     """
 
     mode: Any = None
@@ -114,34 +115,33 @@ class Plan(NamedTuple):
 
 
 class Meaning:
-    """What a pass on a device has besides the network's own forward. Here:
-    nothing; the framework's own meaning."""
+    """Semantics of a pass. This base class has those of the framework."""
 
     def begin(self, active: Sequence[int], tree: Tree) -> Plan:
-        """A pass of these devices begins."""
+        """Begin a pass of these devices."""
         return Plan()
 
     def dress(self, i: int, net: nn.Module, layers: Sequence[nn.Module]
               ) -> None:
-        """Change the copy of device `i` before its pass. `layers`: the copies
-        of the network's modules, in their order."""
+        """Modify the copy of device `i` before its pass. `layers`: the copies
+        of the network's modules, in order."""
 
     def call(self, i: int, net: nn.Module, args: Any, kwargs: Any) -> Any:
-        """``net(*args, **kwargs)``, in the thread of device `i`."""
+        """Call ``net(*args, **kwargs)``, in the thread of device `i`."""
         return net(*args, **kwargs)
 
     def turn(self, i: int) -> contextlib.AbstractContextManager[
             Callable[[], bool]]:
-        """A block for device `i` while no other device runs; gives a function
-        that tells afterwards whether it has drawn random numbers."""
+        """Context manager for device `i` while no other device runs. Returns
+        a function that reports whether it has drawn random numbers."""
         return watched()
 
     def probing(self, i: int) -> contextlib.AbstractContextManager[Any]:
-        """A block for a pass of device `i` that nothing sees."""
+        """Context manager for a pass of device `i` without side effects."""
         return contextlib.nullcontext()
 
     def allocated(self, i: int, arrays: Sequence[torch.Tensor]) -> None:
-        """`arrays` are new on device `i`."""
+        """Report new `arrays` on device `i`."""
 
 
 class DeviceCopies:
@@ -150,11 +150,11 @@ class DeviceCopies:
     Parameters
     ----------
     net : nn.Module
-        It stays as it is, but for what forward itself writes.
+        Not modified, except by forward itself.
     devices : sequence of torch.device
-        The first one is the network's.
+        The first one is that of the network.
     run : Runner
-        Calls thunks, number i for device i, and waits for all of them.
+        Calls thunks, number i for device i, and blocks until all return.
     meaning : Meaning, optional
     """
 
@@ -165,7 +165,7 @@ class DeviceCopies:
         self._run, self._turns = run, Turns(run, self._meaning.turn)
         self._lock = threading.RLock()
         self._arrays: list[dict[int, _Held]] = [{} for _ in devices]
-        #: running statistics that are a device's own
+        #: running statistics of each device
         self._own: list[dict[int, _Held]] = [{} for _ in devices]
         self._attributes: list[dict[_Place, _Held]] = [{} for _ in devices]
         self._plan = Plan()
@@ -176,32 +176,31 @@ class DeviceCopies:
             d.type != "cpu" for d in devices), self._lock)
 
     def takes_one_device(self) -> bool:
-        """Whether the network itself must be called: the caller allows one
-        device only, or parameters wait for a first batch."""
+        """Whether the network itself must be called: the caller supports one
+        device only, or parameters are lazy."""
         return on_one_device() or any(map(is_lazy, self.net.parameters()))
 
     def run(self, calls: Mapping[int, Call], batch: Batch) -> dict[int, Any]:
-        """Call the network on devices.
+        """Call the network on several devices.
 
         Parameters
         ----------
         calls : mapping of int -> (args, kwargs)
-            By the number of the device.
+            Arguments by device index.
         batch : Batch
-            What the calls are parts of.
+            The batch that the calls are parts of.
 
         Returns
         -------
         dict
-            What forward returns on each device. The tensors are connected
-            with the network's own parameters: their backward pass adds the
-            sum over the devices to ``.grad``.
+            Results of forward on each device. Their backward pass adds the
+            sum over the devices to ``.grad`` of the network's parameters.
 
         Raises
         ------
         RuntimeError
-            Forward makes a layer or a parameter, writes to a parameter, or
-            leaves a tensor outside of the network that a loss then uses.
+            Forward creates a layer or a parameter, writes to a parameter, or
+            stores a tensor outside of the network that a loss then uses.
         """
         with self._lock:
             return self._pass(dict(calls), batch)
@@ -231,8 +230,8 @@ class DeviceCopies:
                 made.modules[place[0]]).get(place[1]))
 
     def alone(self, args: Any, kwargs: Any) -> Any:
-        """What a deep copy of the network returns on one device, without
-        gradients; None where it draws random numbers or cannot be copied."""
+        """Call a deep copy of the network on one device without gradients.
+        None if it draws random numbers or cannot be copied."""
         with torch.random.fork_rng(), torch.no_grad():
             before = states()
             try:
@@ -244,10 +243,10 @@ class DeviceCopies:
     # -- copies ---------------------------------------------------------------
 
     def _read(self) -> Tree:
-        """The network's modules and arrays as they are now."""
+        """The current modules and arrays of the network."""
         tree, self._tree = self._tree, None
         if tree is None or not tree.is_current():
-            tree = None         # what only it keeps alive is not read again
+            tree = None         # release objects that only it keeps alive
             tree = Tree(self.net)
         if not tree.has_graphs():
             self._tree = tree
@@ -255,8 +254,8 @@ class DeviceCopies:
 
     def _overwrite(self, i: int, arrays: Sequence[torch.Tensor],
                    some: bool = False) -> dict[int, Any]:
-        """Device i's copies of `arrays`, by id, with their values. `some`:
-        they are not all that the network has."""
+        """Copy the values of `arrays` to device i. Returns its copies by id.
+        `some`: whether the network has other arrays."""
         old, new, made = self._arrays[i], {}, []
         same: tuple[list[Any], list[Any]] = [], []
         written: tuple[list[Any], list[Any]] = [], []
@@ -277,9 +276,9 @@ class DeviceCopies:
                     held = _Held(x, now, held.value)
             new[id(x)] = held
         if written[0]:
-            # Graphs that need the earlier values: torch raises in backward.
+            # torch raises in backward of a graph that needs the old values.
             torch._foreach_copy_(*written, non_blocking=True)
-        if same[0]:     # ``p.data`` may have been written to
+        if same[0]:     # ``p.data`` may have been written
             with torch.autograd._unsafe_preserve_version_counter(
                     tuple(same[0])):
                 torch._foreach_copy_(*same, non_blocking=True)
@@ -288,8 +287,7 @@ class DeviceCopies:
         return {key: held.value for key, held in new.items()}
 
     def arrays(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """`x`, an array of the network, then each other device's copy: see
-        `mgpu.backends.base.Network.arrays`."""
+        """See `mgpu.backends.base.Network.arrays`, for the array `x`."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             found = [x]
             for i in range(1, len(self.devices)):
@@ -301,19 +299,18 @@ class DeviceCopies:
 
     def keep_statistics(self, x: torch.Tensor, values: Sequence[torch.Tensor]
                         ) -> None:
-        """``values[i]`` is device i's own running statistic from now on, in
-        the place of the network's `x`."""
+        """Set the running statistic `x` to ``values[i]`` on device i."""
         for i in range(1, len(self.devices)):
             self._own[i][id(x)] = _Held(x, version(x), values[i])
 
     def forget_statistics(self, x: torch.Tensor) -> None:
-        """All devices follow the network's `x` again."""
+        """Let all devices copy the running statistic `x` of the network."""
         for own in self._own:
             own.pop(id(x), None)
 
     def _values(self, i: int, tree: Tree, private: bool
                 ) -> dict[int, torch.Tensor]:
-        """Device i's values of the network's arrays, by id."""
+        """Values of the network's arrays on device i, by id."""
         if not private:
             return {key: x.detach() if x.requires_grad else x
                     for key, x in tree.arrays.items()}
@@ -328,8 +325,8 @@ class DeviceCopies:
 
     def _copy(self, i: int, tree: Tree, sources: Sources, batch: Batch | None,
               plain: bool = False, private: bool = False) -> _Copy:
-        """`plain`: its arrays are the network's own. `private`: none of them
-        has the network's memory."""
+        """Copy the network for device i. `plain`: with the arrays of the
+        network. `private`: without sharing its memory."""
         leaves: Sources = {}
         arrays = dict(tree.arrays) if plain \
             else self._values(i, tree, private)
@@ -368,13 +365,13 @@ class DeviceCopies:
             x = shown = vars(modules[key])[name]
             one = known = self._attributes[i].get(place)
             if one is not None and one.size is None and tree.shares(x):
-                one = None      # a view of a parameter, uncounted
+                one = None      # a view of a parameter, without a version
             elif one is not None and not _is_valid(one, x, batch):
                 one = _part(one, x, i, self.devices[i], batch)
             if one is None and place in mutable:
                 one = _Held(x, version(x), _clone(x, self.devices[i], clones))
             if known is not None and known.size and _is_valid(known, x, None):
-                held[place] = known     # perhaps of another batch size
+                held[place] = known     # possibly of another batch size
             elif one is not None:
                 held[place] = one
             if one is not None:
@@ -395,13 +392,13 @@ class DeviceCopies:
                      {} if plain else arrays,
                      [] if plain else _stamps(arrays.values()))
 
-    # -- what forward sets ----------------------------------------------------
+    # -- attributes and buffers set by forward --------------------------------
 
     def _check_writes(self, tree: Tree, copies: dict[int, _Copy],
                       changes: dict[int, _Changes]) -> None:
-        """Refuse a forward that has written to a parameter, and one that has
-        updated a buffer differently on the devices: the first one's values
-        would stay. The buffers of norm layers are a device's own."""
+        """Raise RuntimeError if forward has written to a parameter, or
+        different values to a buffer on the devices. The buffers of norm
+        layers are a device's own."""
         written: set[int] = set()
         for made in copies.values():
             stamps = _stamps(made.arrays.values())
@@ -432,15 +429,15 @@ class DeviceCopies:
                     "outputs.")
 
     def _name_of(self, key: int) -> str:
-        """The name of the network's array with this id."""
+        """Name of the network's array with this id."""
         return next((name for name, x in (*self.net.named_parameters(),
                                           *self.net.named_buffers())
                      if id(x) == key), "that an attribute has")
 
     def _commit(self, tree: Tree, changes: dict[int, _Changes], batch: Batch
                 ) -> None:
-        """Set what forward has set: attributes joined like outputs, else
-        device 0's. Each device goes on with its own."""
+        """Set the attributes of the network: joined like outputs, or the
+        value of device 0. Each device keeps its own value."""
         first = min(changes)
         places = {place: None for i in changes
                   for place in changes[i].attributes}
@@ -476,11 +473,11 @@ class DeviceCopies:
                     held[place] = one._replace(version=now)
 
     def _commit_buffers(self, tree: Tree, copies: dict[int, _Copy]) -> None:
-        """Buffers that the first device has written are the network's."""
+        """Copy buffers written by the first device to the network."""
         first = min(copies)
         if first:
             values = copies[first].arrays.values()
-            # torch's batch norm writes to them without counting it.
+            # torch's batch norm does not increment their version.
             uncounted = {id(x) for x in tree.statistics
                          if self._plan.own_statistics}
             for x, value, old, new in zip(
@@ -508,7 +505,7 @@ class DeviceCopies:
         self._check_last()
         recorded = torch.is_grad_enabled() \
             and not torch.is_inference_mode_enabled()
-        plain = active == [0]       # no boundary: the network's own leaves
+        plain = active == [0]       # no boundary: the leaves of the network
         tree, sources = self._read(), Sources()
         plan = self._plan = self._meaning.begin(active, tree)
         compiled, together = tree.compiled or plan.compiles, plan.together
@@ -549,7 +546,7 @@ class DeviceCopies:
     def _join(self, tree: Tree, sources: Sources, copies: dict[int, _Copy],
               outputs: dict[int, Any], changes: dict[int, _Changes],
               connected: bool, ended: Ended) -> None:
-        """Connect outputs and attributes with the network's own tensors."""
+        """Connect outputs and attributes with the network's tensors."""
         graphs = {i: DeviceGraph(copies[i].leaves, *_roots(
             tree, output, changes[i]), connected)
             for i, output in outputs.items()}
@@ -567,9 +564,9 @@ class DeviceCopies:
 
     def _ended(self, tree: Tree, copies: dict[int, _Copy], batch: Batch,
                compiled: bool, last: bool) -> None:
-        """A backward pass has ended: its hooks may have set attributes.
-        After the `last` one the copies stand for the network itself, but for
-        `compiled` ones, which are used again."""
+        """After a backward pass: set attributes that its hooks have set.
+        After the `last` one, the copies share the attributes of the network,
+        except `compiled` ones, which are reused."""
         if not all(made.contents.are_same() for made in copies.values()):
             self._commit(tree, {i: _changes(tree, made)
                                 for i, made in copies.items()}, batch)
@@ -585,13 +582,14 @@ class DeviceCopies:
                 and any(leaf.grad is not None for leaf in self._last):
             self._last = []
             raise RuntimeError(
-                "a loss of the last pass used a tensor that forward left in "
+                "a loss of the last pass used a tensor that forward stored in "
                 "a list, a hook or a closure: its gradient did not reach the "
                 "network. Return the tensor from forward.")
 
     def _check_references(self, graphs: dict[int, DeviceGraph], tree: Tree
                           ) -> None:
-        """Refuse a forward that reaches the network's own parameters."""
+        """Raise RuntimeError if forward uses parameters of the network
+        instead of those of its copy."""
         last = max(graphs)
         found = set(map(id, read(graphs[last].roots)[0])) if last else ()
         for name, p in self.net.named_parameters():
@@ -608,15 +606,15 @@ def _module_of(hook: Any) -> str:
 
 
 def _is_valid(one: _Held, x: Any, batch: Batch | None) -> bool:
-    """Whether a device's own value stands for the network's value `x`."""
+    """Whether a device's value is valid for the network's value `x`."""
     return one.original is x and one.version == version(x) and (
         one.size is None or batch is None or one.size == batch.bounds[-1][1])
 
 
 def _part(one: _Held, x: Any, i: int, device: torch.device,
           batch: Batch | None) -> _Held | None:
-    """A device's part of a value that the user has set in the place of a
-    joined one; None where it goes to all devices."""
+    """A device's part of a value that the user has set instead of a joined
+    one. None if the value is used by all devices."""
     if batch is None or one.size is None \
             or _is_of_other_batch(one, x, batch) \
             or not containers.have_form(x, one.original, is_tensor, one.size,
@@ -628,7 +626,7 @@ def _part(one: _Held, x: Any, i: int, device: torch.device,
 
 
 def _is_of_other_batch(one: _Held, x: Any, batch: Batch | None) -> bool:
-    """Whether `x` is what a batch of another size has left."""
+    """Whether `x` was set by a batch of another size."""
     return batch is not None and one.original is x \
         and one.size not in (None, batch.bounds[-1][1])
 
@@ -639,7 +637,8 @@ def _recorded(x: Any) -> list[torch.Tensor]:
 
 def _entered(sources: Sources, leaves: Sources, x: torch.Tensor
              ) -> torch.Tensor:
-    """A device's leaf for an input or attribute that requires a gradient."""
+    """The leaf of a device for an input or attribute that requires a
+    gradient."""
     if not x.requires_grad or id(x) in leaves:
         return leaves.get(id(x), x)
     sources[id(x)] = x
@@ -649,8 +648,8 @@ def _entered(sources: Sources, leaves: Sources, x: torch.Tensor
 
 
 def _reached(graphs: dict[int, DeviceGraph], sources: Sources) -> Sources:
-    """`sources` without the inputs and attributes that no root depends on:
-    a backward pass would run the graphs that they come from."""
+    """`sources` without inputs and attributes that no root depends on. A
+    backward pass would run the graphs of these."""
     if all(isinstance(x, nn.Parameter) for x in sources.values()):
         return sources
     found = {id(x) for graph in graphs.values() for x in read(graph.roots)[0]}
@@ -661,7 +660,7 @@ def _reached(graphs: dict[int, DeviceGraph], sources: Sources) -> Sources:
 
 
 def _clone(x: Any, device: torch.device, memo: dict[int, Any]) -> Any:
-    """Tensors, NumPy arrays and containers of a device's own; other objects
+    """Copy tensors, NumPy arrays and containers to a device. Other objects
     are shared."""
     if id(x) in memo:
         return memo[id(x)]
@@ -680,7 +679,7 @@ def _clone(x: Any, device: torch.device, memo: dict[int, Any]) -> Any:
 
 
 def _changes(tree: Tree, copy: _Copy) -> _Changes:
-    """What has been set in `copy` since the last call."""
+    """Attributes and buffers set in `copy` since the last call."""
     found = _Changes({}, {})
     if copy.contents.are_same():
         return found
@@ -703,8 +702,8 @@ def _changes(tree: Tree, copy: _Copy) -> _Changes:
 
 def _roots(tree: Tree, output: Any, changes: _Changes
            ) -> tuple[list[torch.Tensor], list[str | None]]:
-    """The tensors of a pass that require a gradient; the names of those in
-    attributes."""
+    """The tensors of a pass that require a gradient, and the names of those
+    in attributes."""
     roots = _recorded(output)
     names: list[str | None] = [None] * len(roots)
     for (key, name), x in changes.attributes.items():
@@ -719,7 +718,7 @@ def _next_of(joined: Iterator[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
 
 
 def _kept(output: Any, ended: Ended) -> Any:
-    """`output`; `ended` is called behind each backward pass of it."""
+    """`output`, with `ended` called after each of its backward passes."""
     roots = [x for x in _recorded(output) if not x.is_leaf]
     found = keep(roots, ended=ended)[0] if roots else iter(())
     return containers.replace(

@@ -19,7 +19,7 @@ class Arrays:
     @staticmethod
     def take(x: Any, axis: int, start: int, stop: int, device: torch.device
              ) -> Any:
-        # A copy: slices of one tensor count writes in place together.
+        # A copy: slices of one tensor share the version counter.
         return x.narrow(axis, start, stop - start).to(device, copy=True)
 
     @staticmethod
@@ -47,7 +47,7 @@ class Arrays:
 class DataParallel(Wrapper, nn.Module):
     """See `mgpu.training.data_parallel.DataParallel`.
 
-    Its parameters, buffers, modules and attributes are the network's own.
+    Parameters, buffers, modules and attributes are those of the network.
     """
 
     _copies: DeviceCopies
@@ -83,7 +83,7 @@ class DataParallel(Wrapper, nn.Module):
             lambda call, n: copies.probe(call(), n),
             lambda: copies.alone(args, kwargs))
 
-    # -- it is the network, but for forward -----------------------------------
+    # -- delegation to the network --------------------------------------------
 
     @property
     def training(self) -> bool:
@@ -103,12 +103,12 @@ class DataParallel(Wrapper, nn.Module):
         self.module._load_from_state_dict(*args, **kwargs)
 
 
-#: hooks, and what torch notes of them; `training` is a property
+#: hooks and torch's attributes for them; `training` is a property
 _OWN = frozenset(nn.Module().__dict__) - {"_parameters", "_buffers",
                                           "_modules"}
 
 
-# What a subclass of nn.Module may define anew, as nn.RNN does `_apply`.
+# Methods that a subclass of nn.Module may override, as nn.RNN does `_apply`.
 delegate(DataParallel, nn.Module, (
     "state_dict", "load_state_dict", "train", "apply", "_apply",
     "named_parameters", "named_buffers", "named_modules", "children",

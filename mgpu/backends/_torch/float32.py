@@ -1,5 +1,4 @@
-"""Functions that compute as MXNet does where it uses float32 in a float64
-network.
+"""Functions with the float32 steps of MXNet's in a float64 network.
 
 Sources: MXNet 1.9.1, ``src/operator/mshadow_op.h`` (xelu, elu, selu, gelu and
 their gradients; erf_grad, hard_sigmoid), ``src/operator/leaky_relu-inl.h``
@@ -31,12 +30,12 @@ def _single(value: float) -> float:
 
 
 def _written(inplace: bool, x: Any, compute: Callable[[Any], Any]) -> Any:
-    """``compute(x)``, put in the place of `x` if the user asks for that."""
+    """``compute(x)``, written to `x` if `inplace`."""
     return x.copy_(compute(x.clone())) if inplace else compute(x)
 
 
 class _Leaky(torch.autograd.Function):
-    """The negative half is a product of floats; its gradient is not."""
+    """The negative half is a float32 product; its gradient is float64."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, slope: Any) -> Any:
@@ -53,7 +52,7 @@ class _Leaky(torch.autograd.Function):
 
 
 class _GELU(torch.autograd.Function):
-    """All of it is in floats, with the C library's erff and expf."""
+    """Computed in float32, with the C library's erff and expf."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -73,7 +72,7 @@ class _GELU(torch.autograd.Function):
 
 
 class _SELUGradient(torch.autograd.Function):
-    """MXNet's gradient for x <= 0: lambda (alpha + y), with the output y."""
+    """MXNet's gradient for x <= 0: lambda (alpha + y), with output y."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -90,7 +89,7 @@ class _SELUGradient(torch.autograd.Function):
 
 
 class _Erf(torch.autograd.Function):
-    """The factor of its gradient is made of a float."""
+    """The factor of the gradient is computed from a float32 number."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -104,7 +103,7 @@ class _Erf(torch.autograd.Function):
 
 
 class _HardSigmoid(torch.autograd.Function):
-    """Torch's, with a gradient of 1/6 that is not one of float32."""
+    """Torch's function, with a gradient of 1/6 in float64."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -118,8 +117,8 @@ class _HardSigmoid(torch.autograd.Function):
 
 
 def _of_libm(name: str, x: Any) -> Any:
-    """A function of C of each element. Torch's own vectorised ones differ
-    from it in the last bit of some values, and so do NumPy's."""
+    """Apply a C function to each element. The vectorized functions of torch
+    and NumPy differ in the last bit of some values."""
     function = getattr(ctypes.CDLL(None), name)
     function.argtypes, function.restype = [ctypes.c_float], ctypes.c_float
     values = x.detach().cpu().numpy()
@@ -178,7 +177,8 @@ def _hardsigmoid(_: Any, x: Any, inplace: bool = False) -> Any:
 
 
 def _hard_sigmoid(function: Any, x: Any, *bounds: Any, **named: Any) -> Any:
-    """Also by hand: ``(a * x + b).clamp(0, 1)``, with numbers a and b."""
+    """Includes the explicit form ``(a * x + b).clamp(0, 1)``, with numbers a
+    and b."""
     if function in (F.hardsigmoid, F.hardswish):
         inplace = bool(bounds and bounds[0] or named.get("inplace"))
         return _written(inplace, x, lambda x: (
@@ -193,7 +193,7 @@ def _hard_sigmoid(function: Any, x: Any, *bounds: Any, **named: Any) -> Any:
 
 
 class _Line(NamedTuple):
-    """A tensor that is ``a * x + b``."""
+    """A tensor equal to ``a * x + b``."""
 
     x: Any
     a: float = 1.0
@@ -205,7 +205,7 @@ def _line_of(x: Any) -> _Line:
     return line if line is not None and version == x._version else _Line(x)
 
 
-#: by name, what an operation with a number makes of a line
+#: result of an operation of a line and a number, by name
 _LINES: dict[str, Callable[[_Line, float], _Line]] = {
     "mul": lambda t, c: _Line(t.x, c * t.a, c * t.b),
     "div": lambda t, c: _Line(t.x, t.a / c, t.b / c),
@@ -214,7 +214,7 @@ _LINES: dict[str, Callable[[_Line, float], _Line]] = {
 
 
 def _noting(function: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """The result of a function of torch; that of ``a * x + b`` says so."""
+    """Call a function of torch. A result ``a * x + b`` is marked as such."""
     result = function(*args, **kwargs)
     rule = _LINES.get(getattr(function, "__name__", ""))
     if rule and len(args) == 2 and not kwargs \
@@ -247,7 +247,7 @@ def _interpolate(function: Any, x: Any, size: Any = None,
 
 
 def _weights(before: int, after: int, like: Any) -> Any:
-    """What each of `after` points is made of, of `before` points."""
+    """Interpolation weights, (after, before)."""
     single = np.float32
     rate = single(before - 1) / single(after - 1) if after > 1 else single(0)
     at = (rate * np.arange(after, dtype=single)).astype(single)
@@ -260,7 +260,7 @@ def _weights(before: int, after: int, like: Any) -> Any:
 
 
 def _called(name: str, *where: Any) -> list[Any]:
-    """The functions and methods of a name, in place too."""
+    """The functions and methods of a name, including in-place versions."""
     return list(dict.fromkeys(
         function for owner in (*where, torch, torch.Tensor)
         for own in (name, f"{name}_")
@@ -271,7 +271,7 @@ _CLAMPS = _called("clamp") + _called("clip")
 _IN_PLACE = {function for name in ("clamp", "clip", "erf")
              for function in _called(name)
              if function.__name__.endswith("_")}
-#: by name: functions of torch, and what computes them as MXNet does
+#: by name: functions of torch, and their implementation as in MXNet
 KNOWN: dict[str, tuple[Sequence[Any], Callable[..., Any]]] = {
     "leaky_relu": ((F.leaky_relu, torch._C._nn.leaky_relu), _leaky_relu),
     "prelu": ((F.prelu, torch.prelu), _prelu),
@@ -285,15 +285,15 @@ KNOWN: dict[str, tuple[Sequence[Any], Callable[..., Any]]] = {
     "layer_norm": ((F.layer_norm, torch.layer_norm), _norm),
     "group_norm": ((F.group_norm, torch.group_norm), _norm),
     "interpolate": ((F.interpolate,), _interpolate)}
-#: by function, its names; of the chosen ones, the first computes it
+#: names of a function; the first selected one computes it
 _NAMES: dict[Any, list[str]] = {
     function: [name for name in KNOWN if function in KNOWN[name][0]]
     for functions, _ in KNOWN.values() for function in functions}
 
 
 class AsMXNet(TorchFunctionMode):
-    """Inside, functions of torch compute as `chosen` says. It is entered in
-    the thread that calls them."""
+    """Mode in which functions of torch compute as selected by `chosen`, in
+    the thread that enters it."""
 
     def __init__(self, chosen: Float32Functions):
         self._chosen = chosen

@@ -1,4 +1,4 @@
-"""What objects of PyTorch's own are in mgpu's terms."""
+"""Optimizers and initializers of PyTorch as objects of mgpu."""
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +11,14 @@ from mgpu.backends import base
 from mgpu.backends._torch import initial, own_step
 from mgpu.backends._torch.own_step import FAMILIES
 
-#: torch's names of options, and those of `mgpu.optimizers`; others are equal
+#: torch's option names -> those of `mgpu.optimizers`, if they differ
 _OPTIONS = {"lr": "learning_rate", "weight_decay": "wd"}
-#: what else is in a group
+#: entries of a group that are not options
 _PARAMETERS = ("params", "param_names")
 
 
 class TorchOptimizer(base.OptimizerObject):
-    """A `torch.optim.Optimizer` of any class, one of the user's too."""
+    """A `torch.optim.Optimizer` of any class, including user-defined ones."""
 
     semantics = "torch"
     takes_schedule = False
@@ -28,17 +28,18 @@ class TorchOptimizer(base.OptimizerObject):
         self._network = network
         if not self.names():
             raise ValueError(
-                "a Trainer's optimizer has parameters of its network, "
-                f"{type(network.net).__name__}; received a {_name(x)} that "
-                "has none of them. Make it from replicas.net.parameters(), "
-                "or pass its name, with semantics='torch'.")
+                "the optimizer of a Trainer must have parameters of its "
+                f"network, {type(network.net).__name__}; received a "
+                f"{_name(x)} that has none of them. Create it from "
+                "replicas.net.parameters(), or pass its name, with "
+                "semantics='torch'.")
 
     def _named(self) -> list[tuple[Any, str | None]]:
         found = [x for group in self.object.param_groups
                  for x in group["params"]]
         return [*zip(found, self._network.names_of(found), strict=True)]
 
-    # -- what it moves ------------------------------------------------------
+    # -- parameters ---------------------------------------------------------
 
     def names(self) -> frozenset[str]:
         return frozenset(name for _, name in self._named() if name is not None)
@@ -57,15 +58,15 @@ class TorchOptimizer(base.OptimizerObject):
         for name, factors in step.factors.items():
             if factors != (1.0, 1.0):
                 raise ValueError(
-                    "the groups of a torch.optim object have the rates and "
-                    "weight decays; received an lr_mult or wd_mult of "
-                    f"{name!r}. Make a group of its own for it.")
+                    "lr_mult and wd_mult are not supported for torch.optim "
+                    f"objects; received one of {name!r}. Create a parameter "
+                    "group for it.")
         named = self._named()
         gradients = [x.grad for x, _ in named]
         try:
             for (x, name), g in zip(named, gradients, strict=True):
                 if name is not None and name not in step.arrays:
-                    x.grad = None       # no new one
+                    x.grad = None       # no new gradient
                 elif g is not None:
                     if step.loss_scale != 1.0:
                         g = g / step.loss_scale
@@ -88,8 +89,8 @@ class TorchOptimizer(base.OptimizerObject):
         groups = self.object.param_groups
         if len({float(group["lr"]) for group in groups}) > 1:
             raise ValueError(
-                "the groups of this optimizer object have rates of their own;"
-                f" received one rate, {rate!r}. Write to its param_groups: "
+                "the groups of this optimizer have different learning rates; "
+                f"received one rate, {rate!r}. Write to its param_groups: "
                 "for group in optimizer.param_groups: group['lr'] = ...")
         _write(self.object, [{"lr": rate}] * len(groups))
 
@@ -101,7 +102,7 @@ class TorchOptimizer(base.OptimizerObject):
                                     self._names_by_group(), strict=True)]
 
     def _names_by_group(self) -> list[list[str]]:
-        """Parameters of others are called by their places."""
+        """Names of parameters. Those of other networks have their index."""
         return [[name or f"group {i}, number {j}" for j, name in enumerate(
             self._network.names_of(group["params"]))]
                 for i, group in enumerate(self.object.param_groups)]
@@ -132,12 +133,12 @@ class TorchOptimizer(base.OptimizerObject):
         if [sorted(group["names"]) for group in saved or ()] \
                 != [*map(sorted, own)]:
             raise ValueError(
-                "states are loaded into the same groups of parameters, in "
-                "the same order; received those of groups with "
+                "states must have the groups of parameters of the optimizer, "
+                "in the same order; received groups with "
                 f"{[len(group['names']) for group in saved or ()]} "
                 f"parameters, for a {_name(self.object)} with "
-                f"{[*map(len, own)]}, or with others. Make the groups that "
-                "were saved.")
+                f"{[*map(len, own)]}, or with other parameters. Create the "
+                "groups that were saved.")
         return partial(_write, self.object, [
             {key: tuple(x) if isinstance(x, list) else x
              for key, x in group["options"].items()
@@ -145,11 +146,11 @@ class TorchOptimizer(base.OptimizerObject):
 
 
 def _family(x: Any, group: Mapping[str, Any]) -> str | None:
-    """The formula of a group; None for one that mgpu does not have."""
+    """The update rule of a group; None if mgpu does not have it."""
     family = FAMILIES.get(type(x))
     if group.get("maximize"):
         return None
-    if family in ("adam", "adamw"):     # torch's update asks this
+    if family in ("adam", "adamw"):     # as torch's update does
         return "adamw" if group.get("decoupled_weight_decay",
                                     family == "adamw") else "adam"
     return family
@@ -158,7 +159,7 @@ def _family(x: Any, group: Mapping[str, Any]) -> str | None:
 def _write(x: Any, options: Sequence[Mapping[str, Any]]) -> None:
     for group, new in zip(x.param_groups, options, strict=True):
         for key, value in new.items():
-            if isinstance(group.get(key), torch.Tensor):    # graphs have it
+            if isinstance(group.get(key), torch.Tensor):    # used in graphs
                 group[key].fill_(value)
             else:
                 group[key] = value
@@ -169,7 +170,8 @@ def _name(x: Any) -> str:
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that JSON takes; scalars of NumPy and torch as Python's."""
+    """The options that JSON supports. Scalars of NumPy and torch become
+    Python numbers."""
     found = {}
     for key, x in options.items():
         if key not in _PARAMETERS:

@@ -1,4 +1,4 @@
-"""Torch's batch-norm layers with Gluon's arithmetic, by a change of class."""
+"""Torch's batch-norm layers with Gluon's arithmetic, by changing classes."""
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from mgpu.backends._torch.graph import recomputing
 
 
 class _GluonArithmetic(nn.modules.batchnorm._BatchNorm):
-    """The training pass is `gluon_batch_norm`; all else is torch's."""
+    """Training passes use `gluon_batch_norm`; the rest is torch's."""
 
     def forward(self, x: Any) -> Any:
         """The layer's output; updates running statistics as Gluon does."""
@@ -39,8 +39,8 @@ class GluonBatchNorm3d(_GluonArithmetic, nn.BatchNorm3d):
 
 
 class GluonBatchNorm(_GluonArithmetic, nn.BatchNorm2d):
-    """The same for any number of axes behind the second: an exported graph
-    does not say how many there are."""
+    """Batch norm for any number of axes, because an exported graph does not
+    contain their number."""
 
     def _check_input_dim(self, input: Any) -> None:
         if input.dim() < 2:
@@ -50,8 +50,8 @@ class GluonBatchNorm(_GluonArithmetic, nn.BatchNorm2d):
 
 
 class GluonBatchNormOf(GluonBatchNorm):
-    """Over any axis, also with statistics that training leaves as they are
-    and normalizes by (Gluon's ``use_global_stats``)."""
+    """Batch norm over any axis, optionally with fixed statistics that
+    training passes use (Gluon's ``use_global_stats``)."""
 
     def __init__(self, num_features: int, eps: float = 1e-3,
                  momentum: float = 0.1, axis: int = 1, moves: bool = True
@@ -60,7 +60,7 @@ class GluonBatchNormOf(GluonBatchNorm):
         self.axis, self.moves = axis, moves
 
     def forward(self, x: Any) -> Any:
-        """The shape stays."""
+        """The output has the shape of `x`."""
         x = x.movedim(self.axis, 1)
         y = super().forward(x) if self.moves else nn.functional.batch_norm(
             x, self.running_mean, self.running_var, self.weight, self.bias,
@@ -69,7 +69,7 @@ class GluonBatchNormOf(GluonBatchNorm):
 
 
 def has_fixed_statistics(layer: nn.Module) -> bool:
-    """Whether it normalizes by running statistics in training too."""
+    """Whether the layer normalizes with running statistics in training."""
     return isinstance(layer, GluonBatchNormOf) and not layer.moves
 
 
@@ -82,8 +82,8 @@ _BACK = {ours: theirs for theirs, ours in _CLASSES.items()}
 def gluonize(net: nn.Module, on: bool) -> nn.Module:
     """See `mgpu.parity.gluonize`.
 
-    Classes can be swapped because ours add no attribute; what is saved,
-    copied or hooked stays the layer's own.
+    Classes can be swapped because those of mgpu add no attributes; saved
+    states, copies and hooks of the layer are unaffected.
     """
     change = _CLASSES if on else _BACK
     norms = [m for m in net.modules() if isinstance(m, BATCH_NORMS)]
@@ -91,8 +91,9 @@ def gluonize(net: nn.Module, on: bool) -> nn.Module:
                if type(m) not in {**_CLASSES, **_BACK}]
     if on and strange:
         raise TypeError(
-            "gluonize knows torch's BatchNorm1d, BatchNorm2d and BatchNorm3d;"
-            f" received a network with {sorted(set(strange))}. Complete lazy "
+            "gluonize supports torch's BatchNorm1d, BatchNorm2d and "
+            "BatchNorm3d; received a network with "
+            f"{sorted(set(strange))}. Complete lazy "
             "layers by a forward pass first; replace others by one of these.")
     for module in norms:
         module.__class__ = change.get(type(module), type(module))

@@ -1,5 +1,4 @@
-"""Gradients of leaves: whether a backward pass overwrites them or adds to
-them, and which of them a step has used."""
+"""Gradients of leaves: grad_req, and whether a step has used them."""
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,17 +15,17 @@ from mgpu.backends._torch.ops import name_of_dtype
 
 @dataclass(slots=True)
 class _State:
-    """What is known of one leaf.
+    """State of a leaf's gradient.
 
     Attributes
     ----------
     tensor : weak reference
     request : str
-        Its grad_req, where it requires a gradient.
+        The grad_req, if the leaf requires a gradient.
     fresh : bool
         Whether a backward pass has written the gradient since `mark_used`.
     hook : object
-        The handle of the hook that tells so; None where there is none.
+        Handle of the hook that sets `fresh`, or None.
     """
 
     tensor: Any
@@ -36,7 +35,8 @@ class _State:
     _last: tuple[Any, int] | None = None    # gradient, version
 
     def written(self, x: torch.Tensor) -> None:
-        """Torch has reached the leaf `x`, perhaps without a gradient."""
+        """Hook: torch has reached the leaf `x`, possibly without a
+        gradient."""
         last = self._last
         if x.grad is not None and (
                 last is None or last[0]() is not x.grad
@@ -50,13 +50,13 @@ class _State:
 
 
 class Gradients:
-    """The part of `mgpu.backends.base.Backend` about gradients."""
+    """The methods of `mgpu.backends.base.Backend` for gradients."""
 
-    run: Any        # of the backend: thunks, one for each device
+    run: Any        # `TorchBackend.run`
 
     def __init__(self) -> None:
-        #: by the id of a tensor that lives. A `WeakTensorKeyDictionary` does
-        #: the same in ten times the time.
+        #: by id of a living tensor; ten times as fast as a
+        #: `WeakTensorKeyDictionary`
         self._states: dict[int, _State] = {}
 
     def _state(self, x: torch.Tensor) -> _State:
@@ -100,7 +100,7 @@ class Gradients:
 
     def is_fresh(self, x: Any) -> bool:
         known = self._states.get(id(x))
-        # Not known: it was frozen, or another one, when mgpu last looked.
+        # Unknown: it was frozen or replaced since the last check.
         return x.grad is not None if known is None or known.hook is None \
             else known.fresh
 
@@ -118,15 +118,15 @@ class Gradients:
         if hides:
             leaves = [x for state in list(self._states.values())
                       if (x := state.tensor()) is not None]
-        # Networks of the user's own, one for each device: on GPUs autograd
-        # itself runs them at the same time.
+        # Separate networks of the user, one per device. On GPUs, autograd
+        # runs them in parallel.
         at_once = apart and not hides and len(losses) > 1 and all(
             loss.device.type == "cpu" for loss in losses)
         self._overwrite(totals, leaves, at_once)
 
     def mean_on(self, loss: Any) -> int | None:
         node = loss.grad_fn if loss.dim() == 0 else None
-        # Loss functions that are one operation keep the reduction; 1: mean.
+        # Loss functions that are one operation save the reduction; 1: mean.
         if type(node).__name__ != "MeanBackward0" \
                 and getattr(node, "_saved_reduction", None) != 1:
             return None
@@ -135,10 +135,9 @@ class Gradients:
 
     def _overwrite(self, totals: Sequence[Any], leaves: Sequence[Any],
                    at_once: bool) -> None:
-        """A backward pass, or one for each of `totals` `at_once`, that
-        forgets the old gradients of the `leaves` that it
-        reaches, where their request is "write". After an error they are there
-        again."""
+        """Run a backward pass, or with `at_once` one for each of `totals` in
+        parallel, which overwrites the gradients of `leaves` whose request is
+        "write". Gradients are restored after an error."""
         before = []
         for x in leaves:
             known = self._states.get(id(x))
@@ -156,5 +155,5 @@ class Gradients:
             done = True
         finally:
             for x, gradient in before:
-                if not done or x.grad is None:      # it was not reached
+                if not done or x.grad is None:      # not reached
                     x.grad = gradient

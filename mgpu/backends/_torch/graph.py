@@ -1,4 +1,4 @@
-"""What a loss depends on, read from torch's graph."""
+"""Traversal of torch's autograd graph."""
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,9 +8,11 @@ _Accumulate = torch._C._functions.AccumulateGrad
 
 
 def read(losses: Sequence[Any]) -> tuple[list[Any], bool, bool]:
-    """The tensors whose gradients a backward pass of `losses` writes; whether
-    there may be more: reentrant checkpoints hide what is inside them; and
-    whether no two losses depend on the same node."""
+    """Read the graph of `losses`.
+
+    Returns the tensors whose gradients a backward pass writes; whether there
+    may be others, inside reentrant checkpoints; and whether the graphs of the
+    losses are disjoint."""
     leaves, hides = [loss for loss in losses if loss.is_leaf], False
     apart = not leaves
     found, shared = nodes(losses)
@@ -23,8 +25,8 @@ def read(losses: Sequence[Any]) -> tuple[list[Any], bool, bool]:
 
 
 def nodes(losses: Sequence[Any]) -> tuple[list[Any], bool]:
-    """All nodes that the losses depend on, and whether two depend on the
-    same one."""
+    """All nodes in the graphs of the losses, and whether graphs share
+    nodes."""
     first: dict[Any, int] = {}      # node -> the number of a loss
     shared = False
     for number, loss in enumerate(losses):
@@ -40,9 +42,9 @@ def nodes(losses: Sequence[Any]) -> tuple[list[Any], bool]:
 
 
 def total(loss: Any) -> Any:
-    """The sum of a loss, from which a backward pass starts."""
-    # Not backward(loss, ones): torch imports SymPy to look at the ones, and
-    # the first step takes three times as long.
+    """The sum of a loss, as the start of a backward pass."""
+    # Not backward(loss, ones): torch imports SymPy to check the ones, and the
+    # first step takes three times as long.
     if torch.is_grad_enabled():
         return loss.sum()
     with torch.enable_grad():
@@ -50,6 +52,6 @@ def total(loss: Any) -> Any:
 
 
 def recomputing() -> bool:
-    """Whether this thread is inside a backward pass: what a network computes
-    there it has computed before."""
+    """Whether this thread is inside a backward pass, so that a network
+    recomputes a forward pass."""
     return torch._C._current_graph_task_id() != -1

@@ -1,4 +1,4 @@
-"""The functions of ``torch.nn.init``, from a stream of mgpu's."""
+"""Functions of ``torch.nn.init`` with a random stream of mgpu."""
 import functools
 import inspect
 from typing import Any
@@ -19,22 +19,21 @@ _FUNCTIONS = [getattr(init, name) for name in (
 class TorchDraws(base.GivenInitializer):
     """A function of ``torch.nn.init``, with options.
 
-    It computes on the host in float64, so both backends and all kinds of
-    devices get the same values."""
+    Computes on the host in float64, so both backends and all devices have the
+    same values."""
 
     def __init__(self, function: Any, options: dict[str, Any]):
         name = f"torch.nn.init.{function.__name__}"
         known = inspect.signature(function)
         if options.get("generator") is not None:
             raise ValueError(
-                "initial values are drawn from mgpu.initialize's seed=; "
-                f"received {name} with a generator. Leave it out, and pass "
-                "seed=.")
+                "initial values depend on seed= of mgpu.initialize; "
+                f"received {name} with a generator. Omit it, and pass seed=.")
         try:
             known.bind(None, **options)
         except TypeError as error:
             raise ValueError(
-                f"the options of {name} are those of {known}; received "
+                f"{name} has the options {known}; received "
                 f"{options}: {error}. Use functools.partial({name}, "
                 "option=value).") from None
         self._function, self._options = function, options
@@ -42,7 +41,7 @@ class TorchDraws(base.GivenInitializer):
         self.text = f"{name}({named})"
 
     def draw(self, name, shape, rng):
-        # Not as generator=, which sparse_ does not use for all it draws.
+        # Not as generator=, which sparse_ does not use for all numbers.
         stream = torch.Generator().manual_seed(int(rng.integers(1 << 62)))
         x = torch.empty(shape, dtype=torch.float64)
         try:
@@ -56,20 +55,20 @@ class TorchDraws(base.GivenInitializer):
 
 
 def initializer(x: Any) -> TorchDraws | None:
-    """`x`, a function of ``torch.nn.init``, or a `functools.partial` of one.
-    None for what is no function of that module.
+    """Convert a function of ``torch.nn.init``, or a `functools.partial` of
+    one. None for other objects.
 
     Raises
     ------
     ValueError
-        One without a counterpart, wrong options, or options by their place.
+        The function is not supported, or has invalid or positional options.
     """
     options: dict[str, Any] = {}
     while isinstance(x, functools.partial):
         if x.args:
             raise ValueError(
-                "an initializer is a function of the weight, with options by "
-                f"name; received functools.partial of {x.func.__name__} with "
+                "options of an initializer must be keyword arguments; "
+                f"received functools.partial of {x.func.__name__} with "
                 f"{x.args!r}. Name them: functools.partial(function, "
                 "name=value).")
         options = {**x.keywords, **options}

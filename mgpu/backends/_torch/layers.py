@@ -1,4 +1,4 @@
-"""Torch's layers, described as `mgpu.backends.base.Layer`."""
+"""Descriptions of torch's layers, as `mgpu.backends.base.Layer`."""
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +24,8 @@ _NORMS = {nn.modules.instancenorm._InstanceNorm: "instance_norm",
 _DROPOUTS = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}
 
 
-#: by kind of a function between layers: its arguments behind the input, as
-#: (name, default), in their order
+#: arguments after the input of functions between layers, as (name, default),
+#: by kind
 _ARGUMENTS: dict[str, tuple[tuple[str, Any], ...]] = {
     "leaky_relu": (("negative_slope", 0.01),), "elu": (("alpha", 1.0),),
     "gelu": (("approximate", "none"),),
@@ -55,17 +55,16 @@ _FUNCTIONS = {function: name for name in _ARGUMENTS
 
 
 class Between(TorchFunctionMode):
-    """Inside, ``seen(path, inputs, outputs, index)`` is called after each
-    function that could be a layer and is called outside of innermost layers,
-    or in open ones.
-    `known` gets the layer that does the same, by path."""
+    """Mode that calls ``seen(path, inputs, outputs, index)`` after each
+    function that has an equivalent layer and is called between innermost
+    layers, or in open ones. `known` receives these layers, by path."""
 
     def __init__(self, seen: LayerCallback, index: int,
                  known: dict[str, Layer]):
         super().__init__()
         self._seen, self._index, self._known = seen, index, known
-        self.inside = False     # an innermost layer
-        #: the path of the last one that was called
+        self.inside = False     # whether in an innermost layer
+        #: path of the innermost layer called last
         self.after: str | None = None
 
     def __torch_function__(self, function: Any, types: Any,
@@ -76,7 +75,7 @@ class Between(TorchFunctionMode):
         same = _layer_of(name, args, kwargs) if name and args else None
         if same is None:
             return function(*args, **kwargs)
-        x = args[0].detach().clone()    # it may be overwritten
+        x = args[0].detach().clone()    # may be overwritten in place
         result = function(*args, **kwargs)
         kind, options = same
         put = self._seen(named(self._known, kind, options, self.after), (x,),
@@ -85,13 +84,13 @@ class Between(TorchFunctionMode):
 
 
 def is_open(module: nn.Module) -> bool:
-    """Whether what an innermost layer calls is seen."""
+    """Whether the functions called by an innermost layer are observed."""
     return not module._parameters and may_look_inside(type(module), "torch")
 
 
 def in_place_of(outputs: Any, values: Sequence[torch.Tensor]) -> Any:
-    """`outputs`, the first of them with the numbers of `values`, and with the
-    graph that they have."""
+    """`outputs`, with the first ones replaced by `values`; they keep their
+    graph."""
     left = iter(values)
 
     def take(x: Any) -> Any:
@@ -103,8 +102,7 @@ def in_place_of(outputs: Any, values: Sequence[torch.Tensor]) -> Any:
 
 def _layer_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
               ) -> tuple[str, dict[str, Any]] | None:
-    """(kind, options) of the layer that does the same, as `describe` gives
-    them; None if there is none."""
+    """(kind, options) of the equivalent layer, as in `describe`, or None."""
     given = dict(_ARGUMENTS[name]) | dict(zip(
         [n for n, _ in _ARGUMENTS[name]], args[1:])) | kwargs
     axes = args[0].dim() - 2
@@ -132,7 +130,7 @@ def _layer_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     return name, own
 
 
-#: torch's names of options, and ours
+#: torch's option names -> mgpu's
 _WORDS = {"negative_slope": "slope", "dim": "axis"}
 
 
@@ -196,7 +194,7 @@ def describe(module: nn.Module) -> tuple[str, dict[str, Any]]:
         else type(module).__name__.lower(), {}
 
 
-#: layers with one option: kind, torch's name of the option
+#: layers with one option: class, kind, torch's name of the option
 _WITH_OPTION = ((nn.LeakyReLU, "leaky_relu", "negative_slope"),
                 (nn.ELU, "elu", "alpha"), (nn.GELU, "gelu", "approximate"))
 

@@ -1,7 +1,6 @@
-"""What a pass of `Replicas` computes: Gluon's meaning of a torch network.
+"""Passes of `Replicas`: a torch network with Gluon's semantics.
 
-Only the copies of modules that a pass makes are changed; the user's modules
-stay as they are.
+Only the copies of modules in a pass are changed, not the user's modules.
 """
 import contextlib
 import weakref
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
 
 
 class GluonMeaning(Meaning):
-    """Layers train inside of `record` and predict outside, batch norm and
-    dropout are Gluon's, and layers may be watched.
+    """Gluon's semantics: layers train inside `record` and predict outside,
+    batch norm and dropout are Gluon's. Layers may be observed.
 
     Parameters
     ----------
@@ -51,21 +50,21 @@ class GluonMeaning(Meaning):
     def __init__(self, network: "TorchNetwork", devices: Sequence[Any]
                  ) -> None:
         self._network, self._devices = network, list(devices)
-        self._training = False      # of the pass that has begun
-        self._switches = False      # whether the network is in the other mode
+        self._training = False      # mode of the current pass
+        self._switches = False      # whether the network has another mode
         self._paths: list[str] = []
-        #: numbers of the layers that `_forward` may replace
+        #: indices of the layers that `_forward` may replace
         self._replaced: list[int] = []
-        #: what these depend on, and whether they train, or modes change
+        #: key of the plan, and whether layers train or modes change
         self._planned: tuple[Any, bool] = None, False
         self._changed = False
         self._between: dict[int, Between] = {}
-        self._passes: dict[int, _Pass] = {}
+        self._passes: dict[int, _BackwardContext] = {}
         self._compiled = Compiled(network.backend.threads)
         self._tickets = [Ticket(partial(network.backend.generator, device))
                          for device in devices]
         self._probing = self._refreshed = False
-        #: of the compiled pass; None: layers run one by one
+        #: key of the compiled pass; None: layers run one by one
         self._key: Any = None
 
     def begin(self, active: Sequence[int], tree: Tree) -> Plan:
@@ -92,7 +91,7 @@ class GluonMeaning(Meaning):
     def _plan(self, tree: Tree, training: bool) -> None:
         self._training, self._paths = training, tree.paths
         layers = tree.modules[:len(tree.paths)]
-        # One in eval mode under a network in training mode is frozen.
+        # A layer in eval mode in a training network is frozen.
         self._switches = layers[0].training != training
         if not training and not self._switches:
             _check_predicting(self._network.net)
@@ -122,7 +121,7 @@ class GluonMeaning(Meaning):
         network = self._network
         if self._switches:
             net.train(self._training)
-        here = self._passes[i] = _Pass(network, self._devices[i])
+        here = self._passes[i] = _BackwardContext(network, self._devices[i])
         if network.seen is not None and not self._probing:
             between = self._between[i] = Between(network.seen, i,
                                                  network.functions)
@@ -141,8 +140,8 @@ class GluonMeaning(Meaning):
             self._compiled.refresh(self._key, net)
 
     def _forward(self, net: nn.Module, layer: nn.Module, path: str, i: int,
-                 here: "_Pass") -> Callable[..., Any] | None:
-        """What a layer that trains computes by, in the place of its own."""
+                 here: "_BackwardContext") -> Callable[..., Any] | None:
+        """The forward that replaces that of a training layer, or None."""
         network = self._network
         if isinstance(layer, BATCH_NORMS):
             rule = network.normalize or (
@@ -204,14 +203,14 @@ class GluonMeaning(Meaning):
             self._devices[i], "functional"))
 
 
-class _Pass:
-    """One pass of one device, and what a backward pass computes again."""
+class _BackwardContext:
+    """State of a device's pass that a backward pass needs to recompute."""
 
     def __init__(self, network: "TorchNetwork", device: Any) -> None:
         self._network, self._device = network, device
         self.masks: dict[int, Any] = {}
         self._joint = network.normalize is not None
-        #: of the stream, before a layer in a checkpoint draws from it
+        #: states of the stream before a layer in a checkpoint draws
         self._streams: dict[str, list[torch.Tensor]] = {}
         self._state: Any = None
 
@@ -219,8 +218,8 @@ class _Pass:
         self._state = saving(), torch.is_grad_enabled()
 
     def generator(self, path: str) -> torch.Generator | None:
-        """The stream of a dropout layer; None, torch's default one, inside a
-        checkpoint: that is what it sets again."""
+        """The stream of a dropout layer. None, torch's default stream, inside
+        a checkpoint, which restores that stream."""
         network = self._network
         if recomputing():
             return self._again(path) if self._joint else None
@@ -228,14 +227,14 @@ class _Pass:
         if not network.backend.is_recording() \
                 or (saving(), torch.is_grad_enabled()) == self._state:
             return stream
-        if self._joint:     # the devices meet: they cannot take turns
+        if self._joint:     # devices synchronize, so they cannot take turns
             self._streams.setdefault(path, []).append(stream.get_state())
             return stream
         take_turn()
         return None
 
     def _again(self, path: str) -> torch.Generator:
-        """A stream as a layer has found it."""
+        """The stream in the state of the forward pass of a layer."""
         found = self._streams.get(path, ())
         if len(found) != 1 or self._network.draw_mask is not None:
             raise messages.not_again()
@@ -244,29 +243,29 @@ class _Pass:
         return stream
 
     def keeps_statistics(self) -> bool:
-        """Whether batch-norm layers update their running statistics now."""
+        """Whether batch-norm layers update their running statistics."""
         return not recomputing() and self._network.backend.is_recording()
 
 
 def _check_predicting(net: nn.Module) -> None:
-    """Refuse layers in training mode, in a network that predicts, whose
-    numbers would depend on the rows of each device."""
+    """Raise ValueError for norm layers in training mode in a prediction,
+    whose outputs would depend on the split over devices."""
     found = [path for path, m in net.named_modules()
              if m.training and isinstance(m, (*BATCH_NORMS, *INSTANCE_NORMS))
              and m.running_mean is not None]
     if found:
         raise ValueError(
-            "a layer that keeps running statistics does not train in a "
-            f"prediction; received {found} in training mode, in a network in "
-            "eval mode. Call .eval() on them; or, to move their statistics, "
-            "call replicas.net itself.")
+            "layers with running statistics must not be in training mode in "
+            f"a prediction; received {found}, in a network in eval mode. Call "
+            ".eval() on them; or call replicas.net itself, to update their "
+            "statistics.")
 
 
 # -- single layers ------------------------------------------------------------
 
 def innermost(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that contain no others, each once, with their paths.
-    Attention is one of them: it does not call the layer that it contains."""
+    """Paths and layers without children, each once. Includes attention, which
+    does not call its child."""
     inside: set[int] = set()
     for path, module in net.named_modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -279,24 +278,23 @@ def innermost(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def watch_layer(module: nn.Module, path: str, index: int, between: Between,
                 seen: base.LayerCallback) -> list[Any]:
-    """Let `seen` be called after each call of an innermost layer; returns
-    handles."""
+    """Call `seen` after each call of an innermost layer. Returns handles."""
     given: list[Any] = []
     closed = not is_open(module)
 
     def begins(_: Any, inputs: Any) -> None:
         between.inside = closed
-        if getattr(module, "inplace", False):   # it overwrites them
+        if getattr(module, "inplace", False):   # inputs are overwritten
             inputs = tree_map(_cloned, inputs)
         given[:] = [inputs]
 
-    def told(_: Any, inputs: Any, outputs: Any) -> Any:
+    def ends(_: Any, inputs: Any, outputs: Any) -> Any:
         between.inside = False
         between.after = path
         put = None if recomputing() else seen(path, given[0], outputs, index)
         return None if put is None else in_place_of(outputs, put)
     return [module.register_forward_pre_hook(begins),
-            module.register_forward_hook(told)]
+            module.register_forward_hook(ends)]
 
 
 def _cloned(x: Any) -> Any:
@@ -304,22 +302,21 @@ def _cloned(x: Any) -> Any:
 
 
 def channels_last(x: Any) -> Any:
-    """A 4-d tensor with its channels last in memory; else `x`."""
+    """`x` with channels last in memory, if it is a 4-d tensor."""
     return x.contiguous(memory_format=torch.channels_last) \
         if isinstance(x, torch.Tensor) and x.dim() == 4 else x
 
 
 def autocast(handle: torch.device, options: base.Options) -> Any:
-    """Torch's autocast of `Options.autocast`."""
-    # No cache of cast weights: a pass uses each weight once, as a rule, and
-    # all threads share the cache.
+    """Torch's autocast for `Options.autocast`."""
+    # No cache of cast weights: usually a pass uses each weight once, and all
+    # threads share the cache.
     return torch.autocast(handle.type, dtype_of(options.autocast),
                           cache_enabled=False)
 
 
 def widened(options: base.Options, x: Any) -> Any:
-    """An output of autocast in float32: outputs may be summed, or read by
-    NumPy."""
+    """Cast an output of autocast to float32, for sums and NumPy."""
     narrow = dtype_of(options.autocast)
     return tree_map(lambda t: t.float() if isinstance(t, torch.Tensor)
                     and t.dtype is narrow else t, x)

@@ -1,5 +1,5 @@
-"""What torch keeps for each thread and the user may have set: modes that see
-operations, and hooks on what a forward pass saves."""
+"""Thread-local modes of torch that the user may have set: dispatch modes, and
+saved-tensor hooks."""
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,31 +18,31 @@ from mgpu.backends._torch.streams import Draws
 
 
 def saving() -> Any:
-    """The hooks that decide what this thread saves for the backward pass, or
-    None. Checkpoints that are not reentrant have theirs, also when they
-    recompute."""
+    """The saved-tensor hooks of this thread, or None. Non-reentrant
+    checkpoints have hooks, also when they recompute."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def watching() -> str | None:
-    """The name of what sees this thread's operations by code of the user's,
-    which may count them: devices must not call it at the same time."""
+    """The name of a user-defined mode or hook that observes this thread's
+    operations, or None. Devices must not call it concurrently."""
     modes = [mode for mode in (*_functions(), *_operations())
              if not isinstance(mode, (DeviceContext, strict.Mode, Draws))]
     if modes:
         return type(modes[0]).__name__
     hooks = saving()
-    # Those of torch (save_on_cpu) keep nothing.
+    # Hooks of torch (save_on_cpu) have no state.
     return None if hooks is None or all(
         getattr(hook, "__module__", None) == torch.autograd.graph.__name__
         for hook in hooks) else "saved_tensors_hooks"
 
 
 def carried() -> Callable[[], base.ContextManager]:
-    """For another thread: the default device, what looks for draws or for
-    other devices' arrays, and torch's own hooks on what is saved."""
-    # Pushed, not entered: what a mode does when its block begins and ends is
-    # done, and counts for one thread.
+    """A function that returns a context manager with the modes of this thread
+    for another one: the default device, modes of mgpu, and torch's own
+    saved-tensor hooks."""
+    # Pushed, not entered: entering and exiting a mode may have effects, for
+    # one thread.
     functions = [x for x in _functions() if isinstance(x, DeviceContext)]
     operations = [*strict.carried(), *(
         mode for mode in _operations() if isinstance(mode, Draws))]

@@ -1,4 +1,4 @@
-"""A user's `torch.nn.Module` on several devices."""
+"""A `torch.nn.Module` on several devices."""
 import collections
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -32,12 +32,12 @@ from mgpu.backends._torch.own_step import MaskedFunctions, TorchParts
 from mgpu.backends._torch.streams import watch
 from mgpu.backends.containers import ONE
 
-# Nothing that is made in inference mode can be trained.
+# Tensors created in inference mode cannot be trained.
 _to_be_trained = torch.inference_mode(False)
 
 
 class TorchNetwork(base.Network):
-    """A user's module, and its copies on several devices."""
+    """A module of the user, and its copies on several devices."""
 
     backend: Any
     replaces = True
@@ -45,13 +45,13 @@ class TorchNetwork(base.Network):
     def __init__(self, backend: Any, net: nn.Module):
         self.backend, self.net = backend, net
         self.normalize: base.Normalize | None = None
-        self.runner: base.Runner | None = None      # of devices that meet
+        self.runner: base.Runner | None = None      # if devices synchronize
         self.functions: dict[str, base.Layer] = {}
         self.draw_mask: base.DrawMask | None = None
         self.seen: base.LayerCallback | None = None
         self.options = base.Options()
         self.float32: base.Float32Functions = base.Float32Functions()
-        #: the table, the key there and mgpu's name of each array
+        #: table, key in it, and mgpu's name of each array
         self._placed: list[tuple[dict[str, Any], str, str]] = []
         self._copies: DeviceCopies
 
@@ -68,7 +68,7 @@ class TorchNetwork(base.Network):
     def gluon_names(self) -> dict[str, str]:
         names = getattr(self.net, "gluon_names", None)
         if names is None:
-            raise TypeError("only a network of from_gluon knows Gluon's "
+            raise TypeError("only a network of from_gluon has Gluon's "
                             f"names; received {type(self.net).__name__}.")
         return {e.name: names[e.own_name].partition(":")[2]
                 for e in entries_of(self.net) if e.own_name in names}
@@ -103,12 +103,12 @@ class TorchNetwork(base.Network):
         home, make_lazy = self.devices()[0], _lazy_layers(self.net)
         self.net.to(self.backend.handle(device))
         flags = {m: m.training for m in self.net.modules()}
-        watch.turn(True)    # one thread completes, and the others wait
+        watch.turn(True)    # other threads wait
         try:
             self.net.eval()
             with torch.no_grad():
                 base.forward_call(self.net, inputs)()
-        except BaseException:       # an input that does not fit
+        except BaseException:       # for example a wrong input shape
             make_lazy()
             self.net.to(home)
             raise
@@ -136,7 +136,7 @@ class TorchNetwork(base.Network):
         return self.net.state_dict()
 
     def load_state(self, values, strict):
-        # Copies: these may be the network's own tensors.
+        # Copies: the values may be the network's tensors.
         copies: Any = collections.OrderedDict(
             (name, x.clone() if isinstance(x, torch.Tensor) else x)
             for name, x in values.items())
@@ -148,7 +148,7 @@ class TorchNetwork(base.Network):
         try:
             return self.net.load_state_dict(copies, strict)
         except BaseException:
-            # Nobody takes what rules of layers wrote for the user's writes.
+            # Restore the version counters: these are not writes of the user.
             with torch.no_grad():
                 for x, old, version in before:
                     x.copy_(old)
@@ -179,9 +179,9 @@ class TorchNetwork(base.Network):
 
         def complete(module: Any, *inputs: Any, **options: Any) -> None:
             lazy = [x for x in arrays_of(module) if is_lazy(x)]
-            del module.initialize_parameters        # torch's own follows
+            del module.initialize_parameters        # reveals torch's method
             module.initialize_parameters(*inputs, **options)
-            fill(lazy)      # and not what was loaded
+            fill(lazy)      # not loaded values
         fill([x for x in arrays_of(self.net) if not is_lazy(x)])
         for module in self.net.modules():
             if isinstance(module, LazyModuleMixin):
@@ -201,17 +201,16 @@ class TorchNetwork(base.Network):
                  or e.tensor.is_complex() or "float8" in str(e.tensor.dtype)]
         if other:
             raise ValueError(
-                "parameters and buffers are dense arrays of real numbers; "
-                f"received sparse, complex or float8 ones: {other}. Keep a "
+                "parameters and buffers must be dense and real; "
+                f"received sparse, complex or float8 ones: {other}. Store a "
                 "constant in a plain attribute, and complex numbers as "
                 "pairs.")
         counted = [path for path, m in tables if m.scale_grad_by_freq]
         if counted and len(devices) > 1:
             raise ValueError(
-                "on several devices a gradient is the sum over all rows; "
-                f"received scale_grad_by_freq=True in {counted}, which counts "
-                "words in the rows of each device. Use one device, or "
-                "scale_grad_by_freq=False.")
+                "scale_grad_by_freq=True is not supported on several devices, "
+                "because it counts indices per device; received it in "
+                f"{counted}. Use one device, or scale_grad_by_freq=False.")
 
     def prepare(self, options: base.Options, devices: Sequence[Any]) -> None:
         if options.hybridize:
@@ -220,10 +219,9 @@ class TorchNetwork(base.Network):
                           and m.momentum is None and m.track_running_stats]
             if cumulative:
                 raise ValueError(
-                    "hybridize=True needs batch-norm layers whose momentum "
-                    "is a number; received momentum=None, whose factor "
-                    f"changes in every step, in {cumulative}. Give the "
-                    "layers a momentum, or use hybridize=False.")
+                    "hybridize=True does not support batch-norm layers with "
+                    f"momentum=None; received {cumulative}. Give the layers a "
+                    "momentum, or use hybridize=False.")
         self.options = options
 
     def hybridize(self, active, devices) -> None:
@@ -231,7 +229,7 @@ class TorchNetwork(base.Network):
 
     @property
     def by_layer(self) -> bool:
-        """Whether the layers must run one by one, because they are watched
+        """Whether the layers must run one by one, because they are observed
         or computed by functions of mgpu."""
         return self.seen is not None or self.normalize is not None \
             or self.draw_mask is not None
@@ -251,7 +249,7 @@ class TorchNetwork(base.Network):
             if request != "null":
                 self.backend.attach_grad(array, request)
         if all(m.training for m in self.net.modules()):
-            # As net.train() at the begin of a script: it may freeze layers.
+            # As net.train() at the start of a script: it may freeze layers.
             self.net.train()
         meaning = GluonMeaning(self, devices)
         meaning.allocated(0, arrays_of(self.net))
@@ -264,7 +262,7 @@ class TorchNetwork(base.Network):
     def array(self, number: int) -> Any:
         if not self._placed:
             return arrays_of(self.net)[number]
-        # Looked up in every call: a user may replace the tensor.
+        # Looked up in every call, because a user may replace the tensor.
         table, key, name = self._placed[number]
         if table.get(key) is None:
             raise messages.changed_layers([name])
@@ -299,17 +297,17 @@ class TorchNetwork(base.Network):
                 and e.key not in e.module._non_persistent_buffers_set]
         if late:
             raise ValueError(
-                "a checkpoint holds the buffers that are there at "
-                f"mgpu.initialize; received {late}, which passes have made. "
-                "Make them tensors in __init__, or persistent=False where "
-                "each pass makes them anew.")
+                "the buffers of a checkpoint must exist at mgpu.initialize; "
+                f"received {late}, which passes have created. Register "
+                "tensors in __init__, or use persistent=False for buffers "
+                "that each pass creates.")
         one_way = [path for path, m in self.net.named_modules()
                    if _has_extra(m) and type(m).set_extra_state
                    is nn.Module.set_extra_state]
         if one_way:
             raise ValueError(
-                "what get_extra_state gives goes back by set_extra_state; "
-                f"received layers without one: {one_way}. Write it.")
+                "layers with get_extra_state need set_extra_state; "
+                f"received layers without it: {one_way}. Implement it.")
         return {joined(path, "_extra_state"): m.get_extra_state()
                 for path, m in self.net.named_modules() if _has_extra(m)}
 
@@ -326,10 +324,10 @@ class TorchNetwork(base.Network):
             name = next(path for (path, _), mode in zip(
                 self.net.named_modules(), modes) if mode)
             raise ValueError(
-                "a network in eval mode has no part in training mode while "
-                f"it trains; received one whose {name!r} is. Call net.train()"
-                ", then .eval() on the layers that are to stay frozen. "
-                "Predictions with dropout are made outside of record().")
+                "a network in eval mode must not have layers in training mode "
+                f"inside record(); received {name!r} in training mode. Call "
+                "net.train(), then .eval() on the layers to freeze; or run "
+                "predictions with dropout outside of record().")
         if torch.is_grad_enabled():
             raise ValueError(
                 "a network in eval mode does not train; received "
@@ -347,7 +345,7 @@ class TorchNetwork(base.Network):
                 for path, module in innermost(self.net)]
 
     def settings(self) -> dict[str, str]:
-        # Others may print what they hold: observers of quantization do.
+        # Other classes may print their state, as quantization observers do.
         return {path: f"training={m.training} " + (
             m.extra_repr() if type(m).__module__.startswith("torch.nn.")
             else "") for path, m in self.net.named_modules()}
@@ -391,15 +389,15 @@ class TorchNetwork(base.Network):
             if torch.is_grad_enabled() and not recomputing():
                 begins(inputs)
 
-        def told(_: Any, inputs: Any, outputs: Any) -> None:
+        def after(_: Any, inputs: Any, outputs: Any) -> None:
             if torch.is_grad_enabled() and not recomputing():
                 seen(outputs)
         with contextlib.ExitStack() as stack:
             stack.callback(self.net.register_forward_pre_hook(before).remove)
-            stack.callback(self.net.register_forward_hook(told).remove)
+            stack.callback(self.net.register_forward_hook(after).remove)
             for layer in self.net.modules():
                 if type(layer) in DROPOUTS and "forward" not in vars(layer):
-                    # By torch's own stream: a checkpoint sets it again.
+                    # From torch's default stream, which checkpoints restore.
                     vars(layer)["forward"] = masked_forward(
                         layer, draw, 0, lambda: None, again)
                     stack.callback(vars(layer).pop, "forward")
@@ -457,14 +455,14 @@ def _has_extra(m: nn.Module) -> bool:
     return type(m).get_extra_state is not nn.Module.get_extra_state
 
 
-# An attribute of modules whose parameters begin as NaN. NaN stays through a
-# copy, a cast and a move, where a version counter would not.
+# Attribute of modules whose parameters are initially NaN. NaN survives a copy,
+# a cast and a move to another device; a version counter does not.
 _WITHOUT_VALUES = "mgpu_without_values"
 
 
 def without_values(net: nn.Module) -> nn.Module:
-    """Take the values of `net` away: a parameter is `missing` until
-    something is written to it."""
+    """Delete the values of `net`. A parameter is `missing` until it is
+    written."""
     for module in net.modules():
         setattr(module, _WITHOUT_VALUES, True)
     for p in net.parameters():
@@ -473,11 +471,11 @@ def without_values(net: nn.Module) -> nn.Module:
 
 
 def _lazy_layers(net: nn.Module) -> Callable[[], None]:
-    """A function that makes the lazy layers of `net` lazy again, after a
-    forward pass has completed some of them in place."""
+    """Return a function that makes the lazy layers of `net` lazy again, after
+    a forward pass has completed some of them."""
     layers = [(m, type(m), dict(vars(m))) for m in net.modules()
               if isinstance(m, LazyModuleMixin)]
-    # Handles of hooks know these very dictionaries.
+    # Handles of hooks refer to these dictionaries.
     tables = [(table, dict(table)) for _, _, state in layers
               for table in state.values() if isinstance(table, dict)]
     tensors = [(x, type(x), x.data) for x in arrays_of(net) if is_lazy(x)]

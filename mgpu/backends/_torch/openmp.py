@@ -1,4 +1,4 @@
-"""OpenMP's threads of the thread that calls torch."""
+"""OpenMP threads of the calling thread."""
 import contextlib
 import ctypes
 import functools
@@ -12,8 +12,8 @@ _SOFT = 1       # omp_pause_soft
 
 @functools.cache
 def _pause() -> Callable[[], object]:
-    """OpenMP's ``omp_pause_resource`` for the host, of torch's own library;
-    a function that does nothing where there is none."""
+    """``omp_pause_resource`` for the host, of torch's OpenMP library; a
+    function without effect if it is not available."""
     for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*"):
         try:
             library = ctypes.CDLL(str(path))
@@ -25,27 +25,27 @@ def _pause() -> Callable[[], object]:
 
 
 def end_threads() -> None:
-    """End the OpenMP threads of the calling thread; its next parallel
-    operation starts them again (0.1 ms).
+    """End the OpenMP threads of the calling thread. Its next parallel
+    operation restarts them (0.1 ms).
 
-    After an operation these threads wait busily for the next one, for
-    milliseconds. Meanwhile they take the cores that the threads of the
-    devices need: LeNet in float64 on two devices took a quarter longer.
+    After an operation, these threads spin for milliseconds, on cores that the
+    threads of the devices need: LeNet in float64 on two devices took 25 %
+    longer.
     """
     _pause()()
 
 
 def begin_thread(count: int) -> None:
-    """The calling thread, which is new, computes on `count` cores."""
-    # Asked once, or its first operation sets what other threads set last.
+    """Set the number of cores of the calling thread, which is new."""
+    # Read once, or the first operation uses the setting of other threads.
     torch.get_num_threads()
     torch.set_num_threads(count)
 
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Inside the block, this thread computes on `count` cores. The thread may
-    be the user's own."""
+    """Context manager that sets the number of cores of this thread, which may
+    be one of the user, and restores it."""
     before = torch.get_num_threads()
     try:
         if before != count:

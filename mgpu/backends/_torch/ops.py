@@ -1,4 +1,4 @@
-"""`Ops` on PyTorch."""
+"""`Ops` of PyTorch."""
 from collections.abc import Callable
 from typing import Any
 
@@ -37,8 +37,8 @@ class TorchOps(base.Ops):
         return torch.minimum(x, y) if torch.is_tensor(y) else x.clamp(max=y)
 
     def softplus(self, x):
-        # F.softplus is linear above 20; this form, the same as on MXNet, is
-        # exact to rounding everywhere.
+        # F.softplus is linear above 20; this form, as on MXNet, is exact to
+        # rounding everywhere.
         return torch.relu(x) + torch.log1p(torch.exp(-torch.abs(x)))
 
     def log_softmax(self, x, axis=-1):
@@ -83,7 +83,7 @@ class TorchOps(base.Ops):
     def flat_view(self, x):
         if not x.is_contiguous():
             raise ValueError(
-                "a flat view needs an array that lies in memory row by row; "
+                "a flat view needs a contiguous array; "
                 f"received one of shape {tuple(x.shape)} with strides "
                 f"{x.stride()}. Use x.contiguous(), or in mgpu.allreduce "
                 "algorithm='naive' or 'tree'.")
@@ -94,7 +94,7 @@ class TorchOps(base.Ops):
 
 
 def name_of_dtype(x: torch.Tensor) -> str:
-    """The name of the dtype of `x`, as NumPy has it."""
+    """NumPy's name of the dtype of `x`."""
     return str(x.dtype).removeprefix("torch.")
 
 

@@ -1,4 +1,4 @@
-"""Training steps of the user's own: what their optimizers have and do."""
+"""State of custom training steps with torch's optimizers."""
 import contextlib
 import copy
 from collections.abc import (Callable, Iterator, Mapping, MutableMapping,
@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_map
 from mgpu.backends import base, messages
 from mgpu.backends._torch.arithmetic import take_number
 
-#: by class, the family of mgpu; a subclass may compute something else
+#: class -> rule of mgpu; exact classes, as a subclass may differ
 FAMILIES = {getattr(torch.optim, name): name.lower() for name in (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RMSprop", "Adagrad",
     "Adadelta")}
-#: torch's names of options, and those of `mgpu.optimizers`; others are equal
+#: torch's option names -> those of `mgpu.optimizers`, if they differ
 _OPTIONS = {"lr": "learning_rate", "weight_decay": "wd"}
-#: torch's names in ``optimizer.state``, and the slots of `mgpu.optimizers`
+#: torch's names in ``optimizer.state`` -> slots of `mgpu.optimizers`
 _SLOTS = {"momentum_buffer": "momentum", "exp_avg": "mean",
           "exp_avg_sq": "variance", "max_exp_avg_sq": "max_variance",
           "exp_inf": "norm", "square_avg": "variance", "grad_avg": "mean",
@@ -43,11 +43,11 @@ class TorchParts(base.OwnParts):
     Parameters
     ----------
     named : mapping of str -> Parameter
-        Those of the network.
+        Parameters of the network.
     paths : mapping of str -> str
-        By torch's own name of a parameter or buffer, ours.
+        Torch's names of parameters and buffers -> mgpu's.
     modules : sequence of Module
-        Of the network, whose training modes the step may change.
+        Modules of the network, whose modes the step may change.
     """
 
     clip_epsilon = 1e-6
@@ -61,7 +61,7 @@ class TorchParts(base.OwnParts):
         averages: list[Mapping[str, Any]] = []
         for part in parts:
             if isinstance(part, torch.optim.LBFGS):
-                raise messages.unknown_part(part)   # several passes a step
+                raise messages.unknown_part(part)   # several passes per step
             if isinstance(part, torch.optim.Optimizer):
                 self._optimizers.append(part)
                 continue
@@ -80,7 +80,7 @@ class TorchParts(base.OwnParts):
         messages.check_parts(parts, self._optimizers, averages, sum(
             id(p) not in self._names for _, group in self._groups()
             for p in group["params"]))
-        #: the user's code may put other tensors into its dictionary
+        #: (dictionary, key), as user code may replace the tensors in it
         self._average = {name: (own, key) for own in averages for name, key
                          in self._in_average(own, paths).items()}
         self.averaged = bool(self._average)
@@ -88,7 +88,7 @@ class TorchParts(base.OwnParts):
                          if isinstance(x, torch.amp.GradScaler)]
         self.text = ", ".join(type(part).__name__ for part in parts)
         self.rule, self.lr_mult, self.wd_mult = self._read()
-        #: SGD keeps no number of updates
+        #: number of updates, which SGD does not store
         self._counts = {
             name: int(state.get("step", 1))
             for optimizer, group in self._groups() for name in self._of(group)
@@ -97,7 +97,7 @@ class TorchParts(base.OwnParts):
     @staticmethod
     def _in_average(own: Mapping[str, Any], paths: Mapping[str, str]
                     ) -> dict[str, str]:
-        """By our name of a weight, its name in an average."""
+        """Names of weights in mgpu -> in an average."""
         return {paths[path]: key for key in own for path in
                 {key, key.removeprefix("module.")} & paths.keys()}
 
@@ -188,12 +188,12 @@ class TorchParts(base.OwnParts):
                 ) -> Iterator[base.Observed]:
         scale = float(self._scalers[0].get_scale()) if self._scalers else 1.0
         seen = base.Observed(loss_scale=scale)
-        #: by weight, what no update has taken yet
+        #: gradients by weight, before their update
         waiting: dict[str, np.ndarray] = {}
         after: list[Callable[[], None]] = []
 
         def left(name: str, p: Any) -> None:
-            if p.grad is not None:      # a hook may have applied it already
+            if p.grad is not None:      # unless a hook has applied it
                 waiting[name] = _to_numpy(p.grad) / scale
 
         def begins(optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -202,11 +202,11 @@ class TorchParts(base.OwnParts):
                 updates(optimizer)
                 return None
 
-            def told() -> Any:      # the backward pass is in it
+            def observed() -> Any:      # includes the backward pass
                 result = closure()
                 updates(optimizer)
                 return result
-            return (optimizer, told), {}
+            return (optimizer, observed), {}
 
         def updates(optimizer: Any) -> None:
             seen.rule = self._read()[0]
@@ -240,8 +240,8 @@ class TorchParts(base.OwnParts):
 
 
 def read_memory(optimizer: Any, arrays: Mapping[str, Any]) -> base.Memory:
-    """What `optimizer` remembers of `arrays`. Slots of the classes in
-    `FAMILIES` have the names of `mgpu.optimizers`, others torch's."""
+    """State of `optimizer` for `arrays`. Slots are named as in
+    `mgpu.optimizers` for the classes in `FAMILIES`, as in torch for others."""
     slots: dict[tuple[str, str], np.ndarray] = {}
     counts: dict[str, int] = {}
     names = _SLOTS if type(optimizer) in FAMILIES else None
@@ -258,7 +258,7 @@ def read_memory(optimizer: Any, arrays: Mapping[str, Any]) -> base.Memory:
 def write_memory(optimizer: Any, arrays: Mapping[str, Any],
                  slots: Mapping[tuple[str, str], np.ndarray],
                  counts: Mapping[str, int]) -> None:
-    """Put what `read_memory` read back."""
+    """Restore the state returned by `read_memory`."""
     family = FAMILIES.get(type(optimizer))
     keys = {_SLOTS[key]: key for key in _KEYS[family]} if family else None
     found: dict[str, dict[str, Any]] = {name: {} for name in arrays}
@@ -267,7 +267,7 @@ def write_memory(optimizer: Any, arrays: Mapping[str, Any],
             found[name][slot if keys is None else keys[slot]] = value
     for name, x in arrays.items():
         optimizer.state.pop(x, None)
-        # Before its first step, SGD has no buffer, Adagrad has its sums.
+        # Before the first step, SGD has no buffer; Adagrad has its sums.
         if not found[name] or family == "sgd" and not counts.get(name):
             continue
         state = optimizer.state[x]
@@ -286,7 +286,7 @@ def _to_numpy(x: Any) -> np.ndarray:
 
 
 def _kept(part: Any) -> Callable[[], None]:
-    """A function that gives a part the state that it has now."""
+    """Return a function that restores the current state of a part."""
     if isinstance(part, nn.Module):     # `load` sets the weights
         own = [(x, x.detach().clone()) for x in part.buffers()]
 
@@ -314,7 +314,7 @@ def _copied(tree: Any) -> Any:
 
 def _rule(optimizer: Any, group: Mapping[str, Any]
           ) -> tuple[str, dict[str, Any]] | None:
-    """What an optimizer of torch computes for a group: see `OwnParts`."""
+    """The update rule of a parameter group, see `OwnParts`."""
     family = FAMILIES.get(type(optimizer))
     if family is None or group.get("maximize"):
         return None
@@ -329,8 +329,8 @@ def _rule(optimizer: Any, group: Mapping[str, Any]
 
 
 class MaskedFunctions(TorchFunctionMode):
-    """Inside, ``F.dropout`` takes its masks from `draw`; what a checkpoint
-    computes again gets the same one."""
+    """Mode in which ``F.dropout`` takes masks from `draw`. Recomputed calls
+    in a checkpoint have the same mask."""
 
     def __init__(self, draw: base.DrawMask, again: dict[int, Any]):
         super().__init__()

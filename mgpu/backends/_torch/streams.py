@@ -1,5 +1,5 @@
-"""Random streams: of the devices, and torch's default one, which all threads
-share."""
+"""Random streams: of the devices, and torch's default stream, which all
+threads share."""
 import contextlib
 import random
 import threading
@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu.backends._torch.arithmetic import TAKING
 
-#: passes at the same time of which the shortest counts: others may have had
-#: to wait for a core
+#: number of parallel passes whose minimum time counts: others may have waited
+#: for a core
 PASSES = 8
 
 # Held while a thread draws from torch's default stream.
@@ -27,9 +27,9 @@ _everyone = threading.RLock()
 
 
 class _Here(threading.local):
-    #: in a thread that holds `_everyone` because it draws data
+    #: in a data-loading thread that holds `_everyone`
     stop: Sequence[Any] | None = None
-    #: in a device's thread that has a `Queue`
+    #: in a device's thread with a `Queue`
     take_turn: Callable[[], None] | None = None
 
 
@@ -37,13 +37,12 @@ _here = _Here()
 
 
 class Watch:
-    """Notices numbers that are drawn from torch's default stream while
-    several threads run.
+    """Detects draws from torch's default stream while several threads run.
 
     Attributes
     ----------
     found : int
-        How often.
+        Number of passes with such draws.
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,7 @@ class Watch:
         self._turns, self._inside = 0, False
 
     def turn(self, begins: bool) -> None:
-        """A thread begins or ends to draw alone, as it may."""
+        """Record that a thread begins or ends to draw exclusively."""
         self._turns, self._inside = self._turns + 1, begins
 
     def state(self) -> Any:
@@ -68,21 +67,21 @@ class Watch:
             return
         self._warned = True
         warnings.warn(
-            "numbers were drawn from torch's default random stream while "
-            "several devices ran at the same time: which device got which is "
-            "chance, and another run gives others. A network that drew them "
-            "takes turns from now on. In functions of your own for "
-            "mgpu.parallel, and in threads of your own, draw from a "
-            "torch.Generator each. (Said once.)", stacklevel=2)
+            "several devices have drawn random numbers from torch's default "
+            "generator in parallel, so this run is not reproducible. If a "
+            "network drew them, its devices take turns from now on. In your "
+            "own threads and functions for mgpu.parallel, use a "
+            "torch.Generator each. (This warning is shown once.)",
+            stacklevel=2)
 
 
-#: the stream is one for the process
+#: one for the process, as the stream
 watch = Watch()
 
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """A block in which no other thread draws from torch's default stream."""
+    """Context manager with exclusive use of torch's default stream."""
     with _everyone:
         watch.turn(True)
         try:
@@ -93,9 +92,9 @@ def _alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def standing_in(own: torch.Generator) -> Iterator[Callable[[], bool]]:
-    """A block in which `own` stands in for torch's default stream of its
-    device, and no other thread draws from that; gives a function that tells
-    afterwards whether the block has drawn."""
+    """Context manager that replaces torch's default stream of a device by
+    `own`, with exclusive use. Returns a function that reports afterwards
+    whether the block has drawn numbers."""
     default = torch.default_generator if own.device.type == "cpu" \
         else torch.cuda.default_generators[own.device.index]
     with _alone():
@@ -110,9 +109,9 @@ def standing_in(own: torch.Generator) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Callable[[], bool]]:
-    """A block in which the caller alone draws from torch's default stream;
-    gives what `standing_in` does, also for the streams of Python and
-    NumPy."""
+    """Context manager in which the caller has exclusive use of torch's
+    default stream. Returns a function as `standing_in`, for the streams of
+    Python and NumPy too."""
     before = states()
     watch.turn(True)
     try:
@@ -149,16 +148,16 @@ def aside() -> Iterator[None]:
 
 
 def _begin(stop: Sequence[Any]) -> None:
-    # The holder may wait for this thread, having said `stop`.
+    # The owner of the lock may have set `stop` and wait for this thread.
     while not _everyone.acquire(timeout=0.05):
         if stop:
-            raise InterruptedError("nobody waits for this work any more")
+            raise InterruptedError("the work was canceled")
     watch.turn(True)
     _here.stop = stop
 
 
 def _end() -> Sequence[Any] | None:
-    """End this thread's turn to draw data; None where it has none."""
+    """End this thread's turn to draw data. None if it had no turn."""
     stop, _here.stop = _here.stop, None
     if stop is not None:
         watch.turn(False)
@@ -173,15 +172,16 @@ def take_turn() -> None:
 
 
 class Queue:
-    """Devices that run at the same time until one has to draw from torch's
-    default stream, and calls `take_turn`. It waits for the others to end, or
-    to wait as well; then these go on in turn, each with the stream as it was
-    before: what their checkpoints have kept.
+    """Runs devices in parallel until they draw from torch's default stream.
+
+    A device that draws calls `take_turn`, and waits until the others have
+    ended or wait too. Then these continue in turn, each with the initial
+    state of the stream, which their checkpoints have saved.
 
     Attributes
     ----------
     used : bool
-        Whether one has drawn.
+        Whether a device has drawn.
     """
 
     def __init__(self) -> None:
@@ -189,10 +189,10 @@ class Queue:
         self._change = threading.Condition()
         self._running: set[int] = set()
         self._waiting: set[int] = set()
-        self._turn: int | None = None       # the device that has it
+        self._turn: int | None = None       # device with the turn
 
     def call(self, i: int, thunk: Callable[[], Any]) -> Any:
-        """The result of the thunk of device `i`."""
+        """Call the thunk of device `i`."""
         with self._change:
             self._change.wait_for(lambda: self._turn is None)
             self._running.add(i)
@@ -210,7 +210,7 @@ class Queue:
             self._change.notify_all()
 
     def _take_turn(self, i: int, stack: contextlib.ExitStack) -> None:
-        """Wait until device `i` may draw, to the end of its thunk."""
+        """Block until device `i` may draw, until the end of its thunk."""
         if self._turn == i:
             return
         with self._change:
@@ -227,38 +227,39 @@ class Queue:
 
 
 class Turns:
-    """Runs the devices of a network at the same time, unless they draw from a
-    stream that all share: then in turn, as the first pass of each kind, which
-    tells.
+    """Runs the devices of a network in parallel, or in turn if they draw from
+    a shared stream.
+
+    The first pass of each kind runs in turn, to detect draws.
 
     Parameters
     ----------
     run : callable
-        Calls thunks, number i for device i, and waits for all of them; with
-        ``here=True`` one after the other in the calling thread.
+        Calls thunks, number i for device i, and blocks until all return. With
+        ``here=True``, sequentially in the calling thread.
     turn : callable
-        ``turn(i)``: a block for device `i` while no other device runs; gives
-        a function that tells afterwards whether it has drawn.
+        ``turn(i)``: context manager for device `i` while no other device
+        runs. Returns a function that reports whether it has drawn.
     """
 
     def __init__(self, run: Callable[..., list[Any]], turn: Callable[
             [int], AbstractContextManager[Callable[[], bool]]]) -> None:
         self._run, self._turn = run, turn
-        #: whether passes draw, by kind; of None: backward passes
+        #: whether passes draw, by kind; None: backward passes
         self._draws: dict[Any, bool] = {}
-        self._compiled = False      # the network of the last pass
-        self._by_chance = False     # which device drew what, in the last pass
+        self._compiled = False      # whether the last pass was compiled
+        self._by_chance = False     # whether it drew in parallel
         self._last: Any = None      # its kind and size
-        #: by these: how long each thunk of the last pass took, and how long
-        #: the last passes at the same time did
+        #: by kind and size: the times of the thunks in the last pass, and of
+        #: the last parallel passes
         self._seconds: Callable[..., tuple[list[float], deque[float]]] = \
             lru_cache(16)(lambda *_: ([], deque(maxlen=PASSES)))
 
     def forward(self, kind: Any, size: int, compiled: bool,
                 together: Callable[..., list[Any]] | None,
                 thunks: dict[int, Callable[[], Any]]) -> list[Any]:
-        """The results of thunks, by device, for `size` examples. `together`
-        runs those that wait for each other."""
+        """Run thunks, by device, for `size` examples. `together` runs thunks
+        that wait for each other."""
         self._by_chance, self._compiled = False, compiled
         self._last = kind, size
         if self._draws.get(kind) is not False:
@@ -276,18 +277,17 @@ class Turns:
 
     def backward(self, devices: Sequence[int], thunks: Sequence[Any]
                  ) -> list[Any]:
-        """The results of thunks of these devices."""
+        """Run the thunks of a backward pass."""
         if self._draws.get(None) is not False or any(self._draws.values()):
             results, drew = self._in_turn(None, devices, thunks)
             if drew and self._by_chance:
                 raise RuntimeError(
                     "the backward pass draws random numbers, as a checkpoint "
-                    "does that computes a forward pass again; but that pass "
-                    "was the first to draw from torch's default stream, and "
-                    "which device drew which numbers was chance. Repeat the "
-                    "step: from now on the devices take turns.")
+                    "does, but the forward pass has drawn from torch's "
+                    "default generator in parallel, and cannot be recomputed. "
+                    "Repeat the step: from now on the devices take turns.")
             return results
-        # Checkpoints set the default stream, and put it back: in K threads.
+        # Checkpoints set and restore the default stream, in K threads.
         state = torch.get_rng_state()
         results = self._faster(True, thunks)
         torch.set_rng_state(state)
@@ -295,9 +295,9 @@ class Turns:
 
     def _faster(self, backward: bool, thunks: Sequence[Callable[[], Any]]
                 ) -> list[Any]:
-        """The results of thunks that run at the same time, or one after the
-        other in the calling thread where the same pass takes less time so:
-        small layers take less than it takes to wake threads."""
+        """Run thunks in parallel, or sequentially in the calling thread if
+        that is faster for this pass: small layers take less time than waking
+        threads."""
         if len(thunks) < 2:
             return self._run(thunks)
         each, together = self._seconds(self._last, backward)
@@ -319,9 +319,9 @@ class Turns:
                  thunks: Sequence[Any],
                  together: Callable[..., list[Any]] | None = None
                  ) -> tuple[list[Any], bool]:
-        """The results, and whether one of the thunks has drawn. Those that
-        run `together` wait for each other in between."""
-        _here.take_turn = None      # where an interrupt has left one
+        """Run thunks in turn. Returns the results, and whether one has drawn.
+        Those run by `together` wait for each other in between."""
+        _here.take_turn = None      # may remain after an interrupt
         known = self._draws.get(kind, False)
         caches: dict[int, Any] = {i: {} for i in devices}   # threads share it
         looking = contextlib.nullcontext if together or self._compiled \
@@ -333,7 +333,7 @@ class Turns:
             parametrize._cache = caches[i]
             with self._turn(i) as drew, looking() as draws:
                 yield
-            # A forward that seeds the stream may leave it as it was.
+            # A forward that seeds the stream may restore it.
             drawn.append(drew() or draws is not None and draws.found)
         try:
             if together is not None:
@@ -351,9 +351,9 @@ class Turns:
 
 
 class Draws(TorchDispatchMode):
-    """Notices operations that draw from torch's default streams or from
-    those of `own`, or that run where one has been seeded; also where it is
-    put back behind them.
+    """Dispatch mode that detects operations that draw from torch's default
+    streams or from `own`, or that run after one was seeded, even if the
+    stream is restored later.
 
     Attributes
     ----------
@@ -375,7 +375,7 @@ class Draws(TorchDispatchMode):
             torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         before = self._read(torch.Generator.get_state) if may else []
         result = func(*args, **(kwargs or {}))
-        if may:     # rrelu does not draw where it predicts
+        if may:     # rrelu does not draw in prediction
             self.found |= not all(map(torch.equal, before, self._read(
                 torch.Generator.get_state)))
         self.found |= self._read(torch.Generator.initial_seed) != self._seeds

@@ -1,9 +1,8 @@
 """`mgpu.strict_devices` on torch: a logical device for each memory block.
 
-All logical CPU devices are torch's one ``cpu``, so the device of a tensor has
-to be remembered apart from the tensor. It is remembered by *storage*: views
-of an array are on its device. Several logical GPUs on one card are told apart
-in the same way.
+All logical CPU devices are torch's single ``cpu``, so the logical device of a
+tensor is stored separately, with its *storage*: views of an array are on its
+device. Logical GPUs on one card are distinguished in the same way.
 """
 import contextlib
 from collections.abc import Callable, Iterator
@@ -18,19 +17,19 @@ from mgpu.backends.ledger import Ledgers
 
 _ledgers = Ledgers()
 
-#: operations whose other tensor arguments may lie on the host, as with CUDA
+#: operations with tensor arguments that may be on the host, as with CUDA
 _HOST_ARGUMENTS = {
     "aten::index", "aten::_unsafe_index", "aten::index_put",
     "aten::index_put_", "aten::_index_put_impl_",
     "aten::_unsafe_index_put", "aten::_pack_padded_sequence"}
 
 
-# -- which device a tensor is on ----------------------------------------------
+# -- devices of tensors -------------------------------------------------------
 
 def device_of(x: torch.Tensor) -> Any:
-    """The logical `Device` of `x`, or None if it is not known."""
+    """The logical `Device` of `x`, or None if unknown."""
     with contextlib.suppress(NotImplementedError):      # sparse: no storage
-        # torch keeps this object as long as the memory lives.
+        # torch keeps this object alive with the memory.
         return getattr(x.untyped_storage(), "mgpu_device", None)
 
 
@@ -45,14 +44,15 @@ def on() -> bool:
 
 
 def place(tensors: Any, device: Any) -> None:
-    """Remember that `tensors` are on `device`."""
+    """Set the logical device of `tensors`."""
     if on():
         for x in tensors:
             _label(x, device)
 
 
 def check(x: torch.Tensor, device: Any) -> None:
-    """Refuse `x` as an input of the replica on `device` if it is elsewhere."""
+    """Raise ValueError if `x`, an input of the replica on `device`, is on
+    another device."""
     if on():
         _give(x, device)
         if (device_of(x) or device) != device:
@@ -60,7 +60,7 @@ def check(x: torch.Tensor, device: Any) -> None:
 
 
 def _give(x: torch.Tensor, device: Any) -> None:
-    """Let an array of no known device be on `device`. A number stays on the
+    """Set the device of an array without one. 0-dim arrays stay on the
     host."""
     if device is not None and x.dim() and device_of(x) is None:
         _label(x, device)
@@ -75,10 +75,10 @@ def _count(ledgers: tuple[Any, ...], source: Any, target: Any,
 
 
 class _Put(torch.autograd.Function):
-    """`TorchBackend.put`, whose gradient goes back to the device of `x`.
+    """`TorchBackend.put`, whose gradient is copied to the device of `x`.
 
-    torch's own copy knows one CPU device, and could pass the gradient on
-    without copying it.
+    For torch's copy all CPU devices are one, so it could pass the gradient
+    without a copy.
     """
 
     @staticmethod
@@ -110,14 +110,14 @@ def put(copy: Callable[[Any], torch.Tensor], x: Any, where: Any
 
 
 def moved(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`x` on the device of `like`."""
+    """Copy `x` to the device of `like`, if it is on another one."""
     if not on() or device_of(x) == device_of(like):
         return x.to(like.device)
     return put(lambda x: x.to(like.device, copy=True), x, like)
 
 
 def fetched(x: torch.Tensor) -> None:
-    """Count that `x` has been copied to the host."""
+    """Count a copy of `x` to the host."""
     if on():
         _count(_ledgers.active(), device_of(x), None, x)
 
@@ -125,8 +125,8 @@ def fetched(x: torch.Tensor) -> None:
 # -- the mode -----------------------------------------------------------------
 
 class Mode(TorchDispatchMode):
-    """Checks every operation of this thread, including backward passes, below
-    autograd. There is one for each thread and ledger."""
+    """Dispatch mode that checks every operation of this thread, including
+    backward passes, below autograd. One for each thread and ledger."""
 
     def __init__(self, ledger: Any):
         super().__init__()
@@ -134,8 +134,8 @@ class Mode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # True would import torch's compiler, which takes seconds and leaves
-        # an environment variable behind.
+        # True would import torch's compiler, which takes seconds and sets an
+        # environment variable.
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -146,7 +146,7 @@ class Mode(TorchDispatchMode):
                 self._copy(into, x)
             return func(*args, **kwargs)
         each = name.startswith(("aten::_foreach_", "aten::_fused_"))
-        # Lists with one entry per tensor, of any devices: row by row.
+        # Lists with one entry per tensor, of any devices: check each entry.
         rows = list(zip(*(a for a in (*args, *kwargs.values())
                           if isinstance(a, (list, tuple)) and a
                           and isinstance(a[0], torch.Tensor)))) \
@@ -166,7 +166,7 @@ class Mode(TorchDispatchMode):
         known = [(d, x.shape) for x in tensors if (d := device_of(x))]
         home = known[0][0] if known else None
         if any(d != home for d, _ in known):
-            self._ledger.refuse(name.replace("aten::", ""), known)
+            self._ledger.reject(name.replace("aten::", ""), known)
         for x in () if name in _HOST_ARGUMENTS else tensors:
             _give(x, home)
         return home
@@ -180,8 +180,8 @@ class Mode(TorchDispatchMode):
 
 
 def always(ledger: Any) -> None:
-    """Turn the mode on for good in this thread, and in workers that it gives
-    work to: torch has its modes thread by thread."""
+    """Enable the mode permanently in this thread and in its workers: torch's
+    modes are thread-local."""
     Mode(ledger).__enter__()
     _ledgers.add(ledger)
 
@@ -194,5 +194,5 @@ def strict(ledger: Any) -> Iterator[None]:
 
 
 def carried() -> list[Mode]:
-    """New modes for a worker that the calling thread gives work to."""
+    """New modes for a worker of the calling thread."""
     return [Mode(ledger) for ledger in _ledgers.active()]

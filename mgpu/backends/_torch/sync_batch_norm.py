@@ -1,5 +1,4 @@
-"""Batch norm in training with the statistics of all devices' examples, in
-torch's arithmetic."""
+"""Synchronized batch norm with torch's arithmetic."""
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from operator import methodcaller
@@ -16,8 +15,8 @@ from mgpu.backends._torch.boundary import Runner
 from mgpu.backends._torch.copies import Meaning, Plan
 from mgpu.backends._torch.tree import Tree
 
-#: mean(index, layer, moment, count, sums, like): the sums of all devices
-#: divided by all counts, on the device of `like`; and that count
+#: mean(index, layer, moment, count, sums, like) returns the sums of all
+#: devices divided by the total count, on the device of `like`, and that count
 Mean = Callable[[int, str, int, int, torch.Tensor, torch.Tensor],
                 tuple[torch.Tensor, int]]
 
@@ -29,8 +28,8 @@ class Synchronized(Meaning):
     ----------
     net : nn.Module
     begin : callable
-        ``begin(active)`` gives, for one pass, a `SyncBatchNorm` and a Runner
-        whose thunks may wait for each other.
+        ``begin(active)`` returns, for one pass, a `SyncBatchNorm` and a
+        Runner whose thunks may wait for each other.
     """
 
     def __init__(self, net: nn.Module, begin: Callable[
@@ -47,7 +46,7 @@ class Synchronized(Meaning):
 
     @contextlib.contextmanager
     def probing(self, i: int) -> Iterator[None]:
-        # One device by itself has nobody to meet.
+        # A single device does not synchronize.
         before, self._mean = self._mean, None
         try:
             yield
@@ -67,15 +66,14 @@ class Synchronized(Meaning):
 
 
 def synchronize(net: nn.Module, index: int, mean: Mean) -> None:
-    """Let the batch-norm layers of `net`, the copy of device `index`, use
-    joint statistics.
+    """Synchronize the batch-norm layers of `net`, the copy of device `index`.
 
     Raises
     ------
     TypeError
-        A batch-norm layer with a forward of its own.
+        A batch-norm layer has a user-defined forward.
     ValueError
-        An instance norm with running statistics.
+        An instance norm has running statistics.
     """
     check_joined(net)
     for name, layer in net.named_modules():
@@ -83,7 +81,7 @@ def synchronize(net: nn.Module, index: int, mean: Mean) -> None:
             if computes_itself(layer):
                 raise TypeError(
                     f"batch_norm='sync' needs torch's batch norm; {name} is "
-                    f"a {type(layer).__name__} with a forward of its own. "
+                    f"a {type(layer).__name__} with a user-defined forward. "
                     "Use batch_norm='per_device'.")
             layer.__dict__["forward"] = _forward(layer, index, name, mean)
 

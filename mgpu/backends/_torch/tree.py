@@ -1,5 +1,4 @@
-"""The modules of a network, their arrays, and the attributes that refer to
-either."""
+"""Modules of a network, their arrays, and attributes that refer to them."""
 import functools
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,19 +17,19 @@ from mgpu.backends.base import STATISTICS
 _INTERNAL = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
 _HOOKS = frozenset(name for name in _INTERNAL if name.endswith("hooks"))
 _PLAIN = _INTERNAL - _HOOKS
-#: of a module, by name
+#: tables of a module
 TABLES = "_parameters", "_buffers", "_modules"
-#: values that hold nothing
+#: types without references
 ATOMS = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype,
          torch.device, torch.Size, types.BuiltinFunctionType)
-#: types whose values each device has for itself
+#: types of attributes with a value for each device
 MUTABLE = (torch.Tensor, np.ndarray, bytearray, list, tuple, dict, set)
 _UNSUPPORTED = {"ScriptModule", "DistributedDataParallel", "DataParallel",
                 "FullyShardedDataParallel", "FSDPModule", "DTensor"}
 
 
 def plain_network(net: nn.Module) -> nn.Module:
-    """The module that `torch.compile` wraps, else `net`."""
+    """The module wrapped by `torch.compile`, or `net`."""
     return getattr(net, "_orig_mod", net)
 
 
@@ -41,8 +40,8 @@ def made_more(module: nn.Module) -> RuntimeError:
 
 
 def version(x: Any) -> Any:
-    """What changes with the in-place writes that torch has counted, to a
-    tensor or to those in a container, and with what a container holds."""
+    """A value that changes with in-place writes, counted by torch, to `x` or
+    tensors in it, and with the contents of containers."""
     if isinstance(x, torch.Tensor):
         return 0 if x.is_inference() else x._version
     found = containers.parts(x)
@@ -52,7 +51,7 @@ def version(x: Any) -> Any:
 
 
 class _Same:
-    """Equal for the same object, whose id is not used again meanwhile."""
+    """Compares equal for the same object, which it keeps alive."""
 
     def __init__(self, x: Any) -> None:
         self._x = x
@@ -62,15 +61,14 @@ class _Same:
 
 
 class Contents:
-    """What the tables of modules hold, to be compared with what they hold
-    later."""
+    """Snapshot of the contents of modules' tables, for later comparison."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._owners = modules
         self.read()
 
     def read(self) -> None:
-        """Compare with what they hold now."""
+        """Take a new snapshot."""
         self._tables = [*map(vars, self._owners)]
         self._dicts = [x for table in self._tables for x in (
             table, *map(table.__getitem__, TABLES))]
@@ -79,7 +77,7 @@ class Contents:
         self._values = [*chain.from_iterable(map(dict.values, self._dicts))]
 
     def are_same(self) -> bool:
-        """Whether all of them hold the same objects as before."""
+        """Whether all tables hold the same objects as in the snapshot."""
         return all(map(is_, map(vars, self._owners), self._tables)) \
             and [*map(len, self._dicts)] == self._sizes \
             and [*chain.from_iterable(self._dicts)] == self._keys \
@@ -87,15 +85,15 @@ class Contents:
                 map(dict.values, self._dicts)), self._values))
 
     def before(self) -> Iterator[tuple[dict[str, Any], ...]]:
-        """What each module's ``__dict__`` and `TABLES` have held."""
+        """The ``__dict__`` and `TABLES` of each module in the snapshot."""
         items = zip(self._keys, self._values)
         dicts = (dict(islice(items, size)) for size in self._sizes)
         return zip(*[dicts] * (1 + len(TABLES)), strict=True)
 
 
 class Tree:
-    """Modules and arrays that are reachable from a network. It may be used
-    again while it `is_current`.
+    """Modules and arrays reachable from a network. Valid while it
+    `is_current`.
 
     Parameters
     ----------
@@ -104,35 +102,36 @@ class Tree:
     Attributes
     ----------
     modules : list of nn.Module
-        Each once; also those in plain lists, closures and bound methods.
+        Without duplicates; includes those in plain lists, closures and bound
+        methods.
     paths : list of str
-        Of the first of them, which are registered.
+        Paths of registered modules, which come first.
     by_id : dict
         id -> module.
     compiled : bool
-        Whether a module is.
+        Whether a module is compiled.
     arrays : dict
         id -> parameter, buffer, or another tensor that requires a gradient.
     references, values : dict
-        The keys are (id of a module, name): its attributes that refer to a
-        module or to one of `arrays`, and others with mutable values.
+        Keys (id of a module, name) of attributes that refer to a module or to
+        one of `arrays`, and of others with mutable values.
     key : tuple
-        Equal as long as the structure and the modes are.
+        Equal for equal structures and modes.
 
     Raises
     ------
     TypeError
-        A module that cannot be copied (ScriptModule, DDP, FSDP, DTensor).
+        A module cannot be copied (ScriptModule, DDP, FSDP, DTensor).
     """
 
     def __init__(self, net: nn.Module) -> None:
         self.modules: list[nn.Module] = []
         self.by_id: dict[int, nn.Module] = {}
         self._referring: dict[int, bool] = {}
-        self._alive: list[Any] = []     # or ids would be used again
-        #: what may come to hold other objects, with those that it holds
+        self._alive: list[Any] = []     # so that ids are not reused
+        #: mutable objects with references, and these references
         self._inside: list[tuple[Any, list[Any]]] = []
-        self._empty: list[dict[Any, Any]] = []      # of hooks
+        self._empty: list[dict[Any, Any]] = []      # tables of hooks
         self._tensors: list[torch.Tensor] = []
         self.arrays: dict[int, torch.Tensor] = {}
         self.references: dict[tuple[int, str], None] = {}
@@ -151,8 +150,8 @@ class Tree:
         self._trained = [*map(_requires_grad, self._tensors)]
 
     def is_current(self) -> bool:
-        """Whether a new tree of the network would be the same: all modules
-        have the same attributes, and containers the same contents."""
+        """Whether the tree is up to date: all modules have the same
+        attributes, and containers the same contents."""
         return self._contents.are_same() and not any(self._empty) \
             and [*map(type, self.modules)] == self._types \
             and [*map(_requires_grad, self._tensors)] == self._trained \
@@ -160,16 +159,16 @@ class Tree:
                     and all(map(is_, now, held)) for x, held in self._inside)
 
     def has_graphs(self) -> bool:
-        """Whether it would keep the graph of an earlier pass alive."""
+        """Whether the tree keeps the graph of an earlier pass alive."""
         return not all(x.is_leaf for x in self._tensors)
 
     def sizes(self) -> list[tuple[int, int]]:
-        """How many parameters and layers each module has now."""
+        """Current numbers of parameters and children of each module."""
         return [(len(m._parameters), len(m._modules)) for m in self.modules]
 
     @functools.cached_property
     def statistics(self) -> list[torch.Tensor]:
-        """The running statistics of norm layers."""
+        """Running statistics of norm layers."""
         return [x for module in self.modules if isinstance(module, NORMS)
                 for name, x in module._buffers.items()
                 if name in STATISTICS and x is not None]
@@ -181,7 +180,7 @@ class Tree:
                 for x in module._buffers.values()}
 
     def shares(self, x: Any) -> bool:
-        """Whether an array in `x` has the memory of one of `arrays`."""
+        """Whether an array in `x` shares memory with one of `arrays`."""
         found = [t for t in containers.arrays_in(
             x, lambda t: isinstance(t, torch.Tensor))
             if t.layout is torch.strided]
@@ -216,8 +215,8 @@ class Tree:
                 self.values[id(module), name] = None
 
     def _refers(self, x: Any) -> bool:
-        """Whether `x` leads to a module or to one of `arrays`; both are
-        added."""
+        """Whether `x` refers to a module or to one of `arrays`, directly or
+        not. Adds both."""
         if isinstance(x, ATOMS):
             return False
         if isinstance(x, nn.Module):
@@ -250,13 +249,13 @@ def _opened(x: Any) -> tuple[list[Any], containers.Make | None]:
 
 
 class Copies(dict[int, Any]):
-    """Copies of objects, by the id of the object.
+    """Copies of objects, by id of the object.
 
     Attributes
     ----------
     rebuilt : list
-        The objects that `redirect` has rebuilt. They stay alive, or another
-        object would get the id of one of them, and its copy.
+        Objects rebuilt by `redirect`, kept alive so that their ids are not
+        reused.
     """
 
     def __init__(self, copies: Mapping[int, Any]) -> None:
@@ -265,18 +264,17 @@ class Copies(dict[int, Any]):
 
 
 def redirect(x: Any, copies: Copies) -> Any:
-    """`x` with ``copies[id(y)]`` for each y that it leads to.
+    """Replace each reference y in `x` by ``copies[id(y)]``.
 
-    Containers, partials, closures and bound methods are rebuilt where
-    something in them changes, and added to `copies`; else `x` itself is
-    returned.
+    Containers, partials, closures and bound methods are rebuilt if a
+    reference changes, and added to `copies`; otherwise `x` is returned.
     """
     if id(x) in copies:
         return copies[id(x)]
     if isinstance(x, (*ATOMS, torch.Tensor, nn.Module)):
         return x
     old, make = _opened(x)
-    copies[id(x)] = x       # while it is read, for one that holds itself
+    copies[id(x)] = x       # for self-references
     new = [redirect(value, copies) for value in old]
     if make is None or all(map(is_, new, old)):
         del copies[id(x)]

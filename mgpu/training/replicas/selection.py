@@ -36,8 +36,8 @@ def replicas_of(parameters: Any) -> tuple[Replicas, frozenset[str] | None]:
                for x in every):
         if hasattr(parameters, "forward"):
             raise TypeError(
-                "a Trainer expects the Replicas of a network; received the network, "
-                f"a {type(parameters).__name__}. Call replicas = "
+                "a Trainer expects the Replicas of a network; received the "
+                f"network, a {type(parameters).__name__}. Call replicas = "
                 "mgpu.initialize(net, devices), then Trainer(replicas, ...).")
         raise TypeError(
             "a Trainer expects the Replicas that mgpu.initialize returns; "
