@@ -99,12 +99,14 @@ def test_public_names_of_the_previous_version():
     """0.2's, with those of 0.1 that 0.2 honours, and members of classes that
     the guides and examples use. (A device has no object of the backend's.
     Three of MXNet's names raised with a hint, and still do; losses look up
-    themselves what they are called with.)"""
+    themselves what they are called with. `Meeting` and `room_for_cpus` were
+    of mgpu's own modules; MGPU_ENGINE is read as MGPU_COMM.)"""
     names = json.loads((NEW / "names.json").read_text(encoding="utf-8"))
     assert missing(names) == [
-        "mgpu.backends.base.Replica", "mgpu.compat.mxnet.callback",
-        "mgpu.compat.mxnet.io", "mgpu.compat.mxnet.optimizer",
-        "mgpu.losses.of_shards"]
+        "mgpu.backends.base.Replica", "mgpu.batch_norm.Meeting",
+        "mgpu.compat.mxnet.callback", "mgpu.compat.mxnet.io",
+        "mgpu.compat.mxnet.optimizer", "mgpu.environment.engine",
+        "mgpu.losses.of_shards", "mgpu.profiling.room_for_cpus"]
 
 
 def test_a_missing_name_is_seen():

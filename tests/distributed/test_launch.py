@@ -253,7 +253,7 @@ def test_the_example_ends_with_the_weights_of_one_process(tmp_path):
 @pytest.mark.parametrize("arguments, words", [
     (["nothing.py"], "nothing.py"),
     (["-n", "0", "x.py"], "--nproc-per-node"),
-    (["--nnodes", "2", str(PROGRAM)], "without --rdzv-endpoint. Give"),
+    (["--nnodes", "2", str(PROGRAM)], "without --rdzv-endpoint. Pass"),
     (["--rdzv-endpoint", "here", str(PROGRAM)],
      "--rdzv-endpoint must be HOST:PORT"),
     (["--comm", "mpi", str(PROGRAM)], "--comm"),

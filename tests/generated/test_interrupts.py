@@ -31,7 +31,7 @@ class Torn(interrupts.Training):
         self.trainer.step = torn
 
 interrupts.Training = Torn
-with mgpu.using_backend("{engine}") as backend:
+with mgpu.using_backend("{backend}") as backend:
     print(any(interrupts.interrupted(backend, 10, 0)))
 """
 

@@ -271,7 +271,7 @@ def test_what_does_not_fit_is_refused(golden, edit, error, match):
     ({"order": ["conv0.weight"] * 5}, "with a name twice"),
     ({"order": list("abcdefgh")}, "in the graph, whose names are as 'net_"),
     ({"grad_req": {"conv": "null"}}, "grad_req names parameters"),
-    ({"lr_mult": {"conv": 2.0}}, "lr_mult names parameters")])
+    ({"lr_mult": {"conv": 2.0}}, "lr_mult must name parameters")])
 def test_what_is_asked_must_fit(golden, options, match):
     with pytest.raises(ValueError, match=match):
         golden(lambda states, state: None, **options)

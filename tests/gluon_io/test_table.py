@@ -235,10 +235,9 @@ trainer._init_kvstore()
 <the optimizer from a file>
 out["rate"] = trainer.learning_rate
 """, "mgpu": """
-file = folder + "/mgpu.npz"
+file = folder + "/mgpu.params"
 <save weights>
-with np.load(file) as found:
-    replicas.import_numpy(dict(found))
+replicas.load_parameters(file)
 out["predicted"] = np.concatenate([mgpu.to_numpy(y) for y in replicas(
     mgpu.split_and_load(X.astype("f"), devices))])
 out["again"] = out["predicted"]

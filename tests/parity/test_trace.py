@@ -321,6 +321,6 @@ def test_a_failed_record_leaves_nothing(tmp_path, file):
     with pytest.raises(RuntimeError, match="today"):
         trace.record(gluon, batches=batches(), file=file, loss=wrong)
     assert not os.listdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match="Create"):
+    with pytest.raises(FileNotFoundError, match="Make"):
         trace.record(never, batches=batches(),
                      file=tmp_path / "absent" / "file")

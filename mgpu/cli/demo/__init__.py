@@ -91,8 +91,8 @@ def bug_in_a_port() -> list[str]:
 def resnet(names: list[str], output: Path) -> list[str]:
     """ResNet-18, trained for some minutes. Returns what is wrong."""
     click.secho("\n4. ResNet-18", bold=True)
-    runs = _trainings("resnet18", names, output, epochs=5, limit=256,
-                      batch_size=32, lr=0.03125, init_scale=0.05)
+    runs = _trainings("resnet18", names, output, epochs=6, limit=192,
+                      batch_size=16, lr=0.03125, init_scale=0.05)
     click.echo("One device and two differ: batch norm normalizes by the "
                "examples of its device (batch_norm='sync' by the batch).")
     return [*_apart(runs, 1e-3, same_devices=True), *(
