@@ -1001,8 +1001,8 @@ def page(records, total=(0, 0)):
         f"| pairs with a smaller input than their own | {len(reduced)} |", "",
         "## Method", "",
         "- gluoncv2 (MXNet) and pytorchcv (PyTorch) implement the same "
-        "networks independently. A name in both packages is a pair. A family is "
-        "the module of an architecture. There are "
+        "networks independently. A name in both packages is a pair. A family "
+        "is the module of an architecture. There are "
         f"{total[0]} pairs of {total[1]} families, some apart only in the "
         "number of classes. The cheapest pair of each family ran first, then "
         "others by their cost.",
