@@ -3,7 +3,7 @@
     python docs/build_notebooks.py [NAME ...]       # default: all examples
 
 Each example runs cell by cell, with its own settings, in a fresh process. A
-cell's outputs are what it printed and the pictures that it wrote. Needs mgpu
+cell's outputs are what it printed and the images that it wrote. Needs mgpu
 with torch and matplotlib. A notebook notes the hash of its script; the tests
 say when the script has changed since.
 """

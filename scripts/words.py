@@ -33,7 +33,8 @@ WORDS = {
     r"\bfirst weights\b|\bweights are drawn\b": "initial weights; initialized",
     r"\b(is|are|was|be|been) told\b|\btells? (whether|which|what|how|that)\b":
         "reports; shows; determines",
-    r"\bmeet(s|ings?)?\b|(?<!not |get )\bmet\b": "all_gather; synchronize",
+    r"\bmeet(s|ings?)?\b|(?<!not |get )(?<!\| )\bmet\b":
+        "all_gather; synchronize",
     r"\bjudges?\b": "loss; check",
     r"\bvoid\b": "invalid",
     r"\bpictures?\b(?!\.py)": "image",

@@ -529,12 +529,12 @@ CORRECTIONS = {
     "dabnet": {_CORNERS.format("dabnet", 440, 538): _align_corners},
     "sinet": {_CORNERS.format("sinet", 791, 840): _align_corners,
               "softmax over the channels in pytorchcv/models/sinet.py:795, "
-              "over the columns of the picture in gluoncv2/models/sinet.py:"
+              "over the columns of the image in gluoncv2/models/sinet.py:"
               "850 (MXNet's default is the last axis)": _softmax_of_columns},
     "scnet": {
         "pytorchcv/models/scnet.py:77 takes the nearest value, gluoncv2/"
         "models/common.py:1439 (InterpolationBlock) interpolates as soon as "
-        "it is told a size": _bilinear},
+        "a size is given": _bilinear},
     "fractalnet_cifar": {
         "pytorchcv/models/fractalnet_cifar.py:58 drops whole channels "
         "(nn.Dropout2d), gluoncv2/models/fractalnet_cifar.py:65 single "
@@ -1001,8 +1001,8 @@ def page(records, total=(0, 0)):
         f"| pairs with a smaller input than their own | {len(reduced)} |", "",
         "## Method", "",
         "- gluoncv2 (MXNet) and pytorchcv (PyTorch) implement the same "
-        "networks by hand. A name in both packages is a pair. A family is "
-        "the module of an architecture. There are "
+        "networks independently. A name in both packages is a pair. A family "
+        "is the module of an architecture. There are "
         f"{total[0]} pairs of {total[1]} families, some apart only in the "
         "number of classes. The cheapest pair of each family ran first, then "
         "others by their cost.",

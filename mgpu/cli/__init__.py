@@ -5,18 +5,18 @@ called.
 `reproduce`     the book's three chapters on several devices
 `bench`         the speed of this machine
 `demo`          what mgpu does, in half a minute
-`doctor`        is this machine fit
+`doctor`        checks the environment
 `launch`        a script in several processes
 `compare`       `mgpu compare`, `mgpu trace` and `mgpu lint`
 `gluon`         `mgpu inspect` and `mgpu convert`
-`find`          what a user names: networks, losses and data
-`options`       what several commands share, and how options are read
+`find`          networks, losses and data by name
+`options`       options of several commands, and their parsers
 `tables`        tables in the terminal
-`errors`        every error in one line, with exit status 2
+`errors`        errors in one line, with exit status 2
 ==============  ============================================================
 
-Needs the packages click and, for all but `doctor`, rich; `mgpu.__main__`
-says so where one is missing.
+Needs the packages click and, for all commands but `doctor`, rich.
+`mgpu.__main__` reports a missing one.
 """
 import importlib
 

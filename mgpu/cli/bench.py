@@ -35,8 +35,9 @@ def bench(model: str, devices: list[Any], backend: str | None,
           **options: Any) -> None:
     """Measure the speed of training here.
 
-    A network is trained on random data: how fast, where the time goes, and
-    what more devices would give. Backends and numbers of devices take turns.
+    Trains a network on random data. Reports examples per second, the time of
+    each stage of a step, and with --predict the speed on other numbers of
+    devices. Backends and numbers of devices take turns.
     See docs/guide/profiling.md.
     """
     if outputs.figure is not None:

@@ -10,7 +10,7 @@ import numpy as np
 
 import mgpu
 from mgpu.cli import find
-from mgpu.cli.errors import Refused
+from mgpu.cli.errors import CommandError
 from mgpu.data.nested import leaves
 from mgpu.gluon_io import Graph, load_graph
 from mgpu.gluon_io.graph import dense_arrays, entries
@@ -307,25 +307,26 @@ class _Written:
         try:
             mgpu.get_backend().network(net).check_visible()
         except ValueError as error:
-            raise Refused(str(error)) from error
+            raise CommandError(str(error)) from error
         self._replicas = mgpu.initialize(net, [mgpu.cpu(0)], dtype=dtype)
         self._inner = {path: (layer, getattr(layer, rate)) for path, layer,
                        rate in self._replicas.network.inner_dropout()}
         requests = self._replicas.grad_reqs().values()
         if requests and {*requests} == {"null"}:
-            raise Refused("a check trains what was written; received a "
-                          "network whose parameters are all frozen. Freeze "
-                          "them where the network is used.")
+            raise CommandError(
+                "a check trains what was written; received a network whose "
+                "parameters are all frozen. Freeze them where the network is "
+                "used.")
         self._shards = mgpu.split_and_load(X, self._replicas.devices)
         self.places: list[Place] = []
         self.outputs: list[np.ndarray] = []
 
     def check(self, expected: Sequence[np.ndarray]) -> None:
-        """Refuse other outputs than those of the graph (Refused)."""
+        """Raise CommandError unless the outputs are those of the graph."""
         one, two = ([x.shape for x in outputs]
                     for outputs in (expected, self.outputs))
         if one != two or self.several != (len(one) > 1):
-            raise Refused(
+            raise CommandError(
                 "what was written returns the outputs of the graph; received "
                 f"{_counted(two, self.several)} against {_counted(one)}. "
                 "Correct what its forward returns.")
@@ -394,7 +395,7 @@ class _Written:
         arrays = out if self.several else [out]
         if not all(mgpu.get_backend().is_native(y) for y in arrays):
             kinds = ", ".join(type(y).__name__ for y in arrays)
-            raise Refused(
+            raise CommandError(
                 "what was written returns an array, or a tuple of arrays; "
                 f"received {type(out).__name__}" + f" of {kinds}"
                 * self.several + ". Correct what its forward returns.")
@@ -423,8 +424,8 @@ def _fixed(graph: Graph, dtype: str) -> str:
 def _batches(net: Any, inputs: Inputs, rows: Mapping[int, int], dtype: str,
              advice: str) -> tuple[list[Any], _Written]:
     """Random inputs, and targets of the shapes of the outputs; and the torch
-    network `net`, which the first of them have passed. `advice`: to where it
-    refuses them."""
+    network `net`, after a pass of the first of them. `advice`: the fix if
+    that pass raises."""
     rng = np.random.default_rng(0)
     drawn = [draw(inputs, dtype, rng, rows) for _ in range(STEPS)]
     drawn[-1] = [x * x.dtype.type(LARGER) if k not in rows
@@ -435,13 +436,13 @@ def _batches(net: Any, inputs: Inputs, rows: Mapping[int, int], dtype: str,
         try:
             written = _Written(net, X[0], dtype)
             shapes = [y.shape for y in written.run()]
-        except Refused:
+        except CommandError:
             raise
         except Exception as error:      # of a backend, or of a source
             line = str(error).strip().partition("\n")[0]
-            raise Refused(
+            raise CommandError(
                 "--input gives the shapes of one example of each input; "
-                "received what the network refuses, with "
+                "the network raises with "
                 f"{', '.join(str(x.shape) for x in drawn[0])} "
                 f"({type(error).__name__}: {line[:200]}). {advice}."
             ) from error

@@ -42,8 +42,8 @@ else:
 
 @contextlib.contextmanager
 def _ready() -> Iterator[Callable[[int, int], None]]:
-    """The backends are loaded; gives what shows progress on standard error,
-    if somebody looks at it."""
+    """Load the backends. Yields a function that shows progress on standard
+    error, if that is a terminal."""
     with find.engines(), ProgressBar(sys.stderr.isatty(), "steps") as bar:
         yield bar.reach
 
@@ -94,15 +94,14 @@ def compare(ctx: click.Context, a: str, b: str | None, *,
             invariance: bool, **options: Any) -> None:
     """Compare how two networks train.
 
-    Before each step both get the same state. They are of MXNet/Gluon, of
-    PyTorch, or one of each. MODULE:FACTORY is a function that makes a
-    network, in a module of the current folder or an installed one;
-    FILE.py:FACTORY works too. TRACE is a file of `mgpu trace record`, which
-    stands for the first network.
+    Both networks get the same state before each step. Each is of MXNet/Gluon
+    or of PyTorch. MODULE:FACTORY is a function that makes a network, in a
+    module of the current folder or an installed one. FILE.py:FACTORY works
+    too. TRACE is a file of `mgpu trace record` in place of the first network.
 
     Exit status: 0, they train the same; 1, they do not (also: the same but
     for MXNet's float32, or for named formulas); 2, they could not be
-    compared, or nothing was on trial.
+    compared, or the comparison is inconclusive.
     """
     if (b is None) is not invariance:
         raise ValueError(
@@ -214,10 +213,10 @@ def _invariance(a: str, b: Any, given: set[str], options: dict[str, Any],
 
 @click.group(cls=Group)
 def trace() -> None:
-    """Keep one side of a comparison in a file.
+    """Record a training for a later comparison.
 
-    Compare with it later, or on another machine, by `mgpu compare FILE
-    MODULE:FACTORY`."""
+    `mgpu compare FILE MODULE:FACTORY` compares with the file, also on another
+    machine."""
 
 
 @trace.command(cls=Command)
@@ -232,7 +231,7 @@ def trace() -> None:
                 dtype="float64")
 def record(net: str, file: str, kwargs: dict[str, Any],
            keep: list[int] | None, devices: Any, **options: Any) -> None:
-    """Train a network and keep what its steps show."""
+    """Train a network and record its steps in a file."""
     files.check_folder(file, "--output")
     with _ready() as progress:
         done = api.record(
@@ -254,12 +253,12 @@ def record(net: str, file: str, kwargs: dict[str, Any],
 def lint(ctx: click.Context, net: str, kwargs: dict[str, Any],
          input: tuple[int, ...] | None, batch_size: int, loss: str,
          classes: int | None, **options: Any) -> None:
-    """List what Gluon and PyTorch do differently.
+    """List the differences between Gluon and PyTorch.
 
-    Looks at one network and its training; with --input also at what depends
-    on shapes. SCRIPT.py, without a colon, is a training script: the lines of
-    it that are Gluon's, and what they become in mgpu and in plain PyTorch.
-    Nothing in it is imported or run.
+    Checks one network and its training, with --input also the rules that
+    depend on shapes. SCRIPT.py, without a colon, is a training script: lists
+    its lines of Gluon, with the same in mgpu and in plain PyTorch. Nothing in
+    the script is imported or run.
 
     Exit status: 1 if anything is listed, else 0."""
     if net.endswith(".py") and ":" not in net:

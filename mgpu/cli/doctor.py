@@ -9,11 +9,11 @@ from mgpu.tools import doctor as examination
 @click.command(cls=Command)
 @shared.outputs("json", flag=True)
 def doctor(outputs: shared.Outputs) -> None:
-    """Tell whether this machine is fit.
+    """Check the environment.
 
-    Shows versions, backends and why one does not load, devices, threads, and
-    risky settings. Exit status 1 if the default backend does not load or a
-    setting is wrong.
+    Prints versions, backends with the reason where one does not load,
+    devices, threads and risky settings. Exit status 1 if the default backend
+    does not load or a setting is invalid.
     """
     found = examination.diagnose()
     outputs.show(found, lambda: click.echo("\n".join(

@@ -1,9 +1,8 @@
-"""Every error of a command is one line on standard error, with exit status 2.
+"""Errors of commands: one line on standard error, with exit status 2.
 
-Status 1 has a meaning of its own: a comparison has found a difference (see
-`STATUS`), `mgpu lint` something to list, or `mgpu doctor` a fault. After
-Ctrl-C the status is 130, and 141 where nobody
-reads on what is printed (``mgpu inspect FILE | head``).
+Status 1 is a result: a comparison has found a difference (see `STATUS`),
+`mgpu lint` has findings, or `mgpu doctor` has found a fault. The status is 130
+after Ctrl-C, and 141 after a broken pipe (``mgpu inspect FILE | head``).
 """
 import contextlib
 import os
@@ -48,19 +47,19 @@ def exit_status(found: Any, *, allow_mxnet_float32: bool = False,
     return STATUS[found.verdict]
 
 
-class Refused(click.ClickException):
-    """A command that cannot do what it was told to do."""
+class CommandError(click.ClickException):
+    """The error of a command, with exit status 2."""
 
     exit_code = 2
 
 
-def _usage(ctx: click.Context, error: click.UsageError) -> Refused:
+def _usage(ctx: click.Context, error: click.UsageError) -> CommandError:
     message = " ".join(error.format_message().split())
-    return Refused(f"{message} See {ctx.command_path} --help.")
+    return CommandError(f"{message} See {ctx.command_path} --help.")
 
 
 class Group(click.Group):
-    """A group that refuses unknown commands in one line."""
+    """A group whose error for an unknown command is one line."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         try:
@@ -103,11 +102,11 @@ class Command(click.Command):
             click.echo("Aborted!", err=True)    # click would return 1
             raise click.exceptions.Exit(130) from error
         except SystemExit as error:
-            # rich leaves so where nobody reads on
+            # rich exits so on a broken pipe
             if isinstance(error.__context__, BrokenPipeError):
                 raise click.exceptions.Exit(_PIPE) from error
             # Its status would be taken for an answer.
-            raise Refused(
+            raise CommandError(
                 "code of yours that a command runs returns to it; received "
                 f"sys.exit({error.code!r}). Put the part of the script that "
                 'ends the program under if __name__ == "__main__":.'
@@ -122,7 +121,7 @@ class Command(click.Command):
                 traceback.print_exc()
             # A MatchError has a line for each tensor that fits no other.
             shape = ctx.params.get("input")
-            raise Refused(self._in_options(
+            raise CommandError(self._in_options(
                 str(error) if hasattr(error, "candidates")
                 else _one_line(error, shape and "x".join(map(str, shape))))
                 ) from error
@@ -169,8 +168,8 @@ def _of_framework(error: BaseException) -> bool:
 
 
 def _one_line(error: Exception, shape: str | None = None) -> str:
-    """What to tell of an error. mgpu's own errors say what to do; of a
-    framework's, which may be pages, the line that says what is wrong. Examples
+    """The message for an error. mgpu's own errors have the fix. An error of
+    a framework, which may be pages, is shortened to its main line. Examples
     of the wrong `shape` may be the reason."""
     text = _PLACE.sub("", str(error))
     if isinstance(error, OSError) and error.errno and error.filename:

@@ -1,4 +1,4 @@
-"""What a user names on the command line: networks, losses and data."""
+"""Networks, losses and data by their names on the command line."""
 import contextlib
 import functools
 import importlib
@@ -196,7 +196,7 @@ def find_data(name: str, shape: tuple[int, ...] | None,
         return Data(*data) if is_pair else Data(data, None)
     known = name in ("digits", "fashion-mnist") or os.path.isdir(name)
     if known and shape is not None and (len(shape) != 3 or shape[0] != 1):
-        raise ValueError(f"{name} has grey pictures; received --input "
+        raise ValueError(f"{name} has gray images; received --input "
                          f"{'x'.join(map(str, shape))}. Write 1xHxW.")
     size = (shape[1], shape[2]) if known and shape else None
     return Data(*datasets.load(name, batch_size, limit, seed, resize=size,

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import mgpu
 from mgpu.cli import checking, options as shared
-from mgpu.cli.errors import Command, Refused, exit_status
+from mgpu.cli.errors import Command, CommandError, exit_status
 from mgpu.cli.options import Parsed
 from mgpu.cli.tables import print_table, print_text
 from mgpu.data.nested import leaves
@@ -36,12 +36,12 @@ _FILE = click.Path(dir_okay=False)
 @argument("params", type=_FILE, required=False)
 @shared.outputs("json", flag=True)
 def inspect(file: str, params: str | None, outputs: shared.Outputs) -> None:
-    """Show what is in a file.
+    """Show the contents of a file.
 
     FILE is one of .params, -symbol.json and trainer states of MXNet, a
     checkpoint or trainer states of mgpu, or safetensors. With a -symbol.json
-    its PARAMS may be given: then operators are judged by their attributes
-    too. Needs no MXNet; nothing in the file is executed.
+    its PARAMS may be given, so that operators are checked by their attributes
+    too. Needs no MXNet. Executes nothing in the file.
     """
     found = inspection.inspect_file(file, params)
     outputs.show(json.loads(json.dumps(found, default=str)),
@@ -166,8 +166,8 @@ def _parse_input(text: str, name: str) -> tuple[tuple[int, ...], str | None]:
 @argument("symbol", type=_FILE)
 @argument("params", type=_FILE, required=False)
 @shared.outputs("network", "page")
-@option("--force", is_flag=True, help="Replace files that are there, which "
-        "are else refused where their contents are others.")
+@option("--force", is_flag=True, help="Replace existing files. Without it an "
+        "existing file with other contents raises.")
 @option("--dtype", type=Choice(["float32", "float64", "float16"]),
         help="Of the parameters. Default: the file's.")
 @option("--plain", is_flag=True, help="Source that needs no mgpu, with "
@@ -193,7 +193,7 @@ def convert(ctx: click.Context, symbol: str, params: str | None,
             plain: bool, inputs: Sequence[Any], check: bool,
             trace: str | None, check_only: bool,
             allow_mxnet_float32: bool) -> None:
-    """Write a network that Gluon has exported as something else.
+    """Convert a network that Gluon has exported.
 
     \b
     -o net.py             its source, for PyTorch, and net.safetensors or
@@ -230,6 +230,9 @@ def convert(ctx: click.Context, symbol: str, params: str | None,
     if check and trace:
         raise ValueError("--check compares with MXNet, and --trace with a "
                          "file; received both. Leave one out.")
+    if page is not None and not (check or trace):
+        raise ValueError("a page shows what was checked; received --output "
+                         f"{page!r} without --check and --trace.")
     with open(symbol, "rb") as stream:
         if stream.read(64).lstrip()[:1] != b"{":
             raise ValueError(
@@ -237,9 +240,6 @@ def convert(ctx: click.Context, symbol: str, params: str | None,
                 "JSON. Write net-symbol.json before net-0000.params.")
     if check:       # before anything is written
         _check_mxnet(symbol)
-    if page is not None and not (check or trace):
-        raise ValueError("a page shows what was checked; received --output "
-                         f"{page!r} without --check and --trace.")
     files.check_not_read(output, symbol, params)
     if page is not None:
         from mgpu.parity import report
@@ -249,7 +249,7 @@ def convert(ctx: click.Context, symbol: str, params: str | None,
     with mgpu.using_backend("torch"), tempfile.TemporaryDirectory() as folder:
         missing = mgpu.missing_operators(symbol, params)
         if missing:
-            raise Refused(missing_text([x._asdict() for x in missing]))
+            raise CommandError(missing_text([x._asdict() for x in missing]))
         if check or ending == ".pt2":
             _check_count(job)
         made = os.path.join(folder, os.path.basename(output))
@@ -292,16 +292,16 @@ def _check_mxnet(symbol: str) -> None:
         with mgpu.using_backend("mxnet"):
             pass
     except mgpu.BackendNotAvailable as error:
-        raise Refused(
+        raise CommandError(
             "--check compares with MXNet, which cannot be loaded here "
             f"({error.__cause__ or error}). Install it (pip install "
             "mxnet==1.9.1 'numpy<2' setuptools), or compare by --trace with a "
             "file that mgpu trace record has written where it is.") from error
     if load_graph(symbol).numpy_shapes:
-        raise Refused("--check runs MXNet in its legacy mode; received a "
-                      "network of its NumPy interface. Record a run of it "
-                      "with mgpu.parity.record after npx.set_np(), and pass "
-                      "that as --trace.")
+        raise CommandError(
+            "--check runs MXNet in its legacy mode; received a network of its "
+            "NumPy interface. Record a run of it with mgpu.parity.record "
+            "after npx.set_np(), and pass that as --trace.")
 
 
 class _Job(NamedTuple):
@@ -354,21 +354,22 @@ def _read_source(job: _Job, path: str, names: Any) -> Any:
     if not weights:
         raise FileNotFoundError(f"the weights of {path!r} are beside it, in "
                                 f"{beside.name}.safetensors or {beside.name}"
-                                ".pt; there is none. Write it again.")
+                                ".pt; neither exists. Write it again.")
     found = importlib.util.spec_from_file_location(beside.name, path)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     try:
         found.loader.exec_module(module)
         if not callable(getattr(module, "load", None)):
-            raise Refused(f"a source has a function load(path); {path!r} has "
-                          "none. Keep the one that was written.")
+            raise CommandError(
+                f"a source has a function load(path); {path!r} has none. Keep "
+                "the one that was written.")
         net = module.load(weights[0])
-    except (Refused, ImportError):
+    except (CommandError, ImportError):
         raise
     except Exception as error:      # of an edit
         lines = " ".join(str(error).split())
-        raise Refused(
+        raise CommandError(
             "a check loads the source with the weights beside it; received "
             f"{path!r}, which fails ({type(error).__name__}: {lines[:200]}). "
             "Correct it; layers keep the names that their weights have, so "
@@ -427,8 +428,8 @@ def _read_pt2(job: _Job, path: str, names: Any) -> Any:
     strange = sorted(name for name, x in values.items()
                      if name not in own or own[name].shape != x.shape)
     if strange:
-        raise Refused(f"{path!r} is of another network: it has "
-                      f"{', '.join(strange[:5])}. Write it again.")
+        raise CommandError(f"{path!r} is of another network: it has "
+                           f"{', '.join(strange[:5])}. Write it again.")
     for name, x in values.items():
         own[name].copy_(x.data)
     return net
@@ -445,9 +446,9 @@ def _judge_pt2(found: Any, job: _Job, path: str) -> None:
             predicted = program(*tensors)
         except Exception as error:      # a guard, or an operator of it
             line = str(error).strip().partition("\n")[0]
-            raise Refused(
+            raise CommandError(
                 "a file .pt2 predicts for any number of rows; received "
-                f"{path!r}, which refuses "
+                f"{path!r}, which raises for "
                 f"{', '.join(str(x.shape) for x in X)} "
                 f"({type(error).__name__}: {line[:200]}). Write it with mgpu "
                 "convert, or with a dynamic first axis.") from error

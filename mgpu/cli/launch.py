@@ -30,8 +30,8 @@ from mgpu.distributed import launch as starting
 @option("--nnodes", "machines", type=IntRange(1), default=1,
         help="The number of machines. Each runs this command.")
 @option("--rdzv-endpoint", "rdzv", metavar="HOST:PORT", default=None,
-        cls=Renamed, former=["--rdzv"], help="Where the machines meet: an "
-        "address of one of them, the same in all commands. Without it all "
+        cls=Renamed, former=["--rdzv"], help="The rendezvous: an address of "
+        "one of the machines, the same in all commands. Without it all "
         "sockets are bound to loopback.")
 @option("--timeout", type=FloatRange(0, min_open=True), default=None,
         help="Seconds that a process may be silent, where the script does not "

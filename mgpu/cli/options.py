@@ -25,14 +25,14 @@ LOSSES = {
     "kl-div": losses.KLDivLoss}
 #: the largest number of devices
 MOST = 1024
-#: steps of a comparison where nobody says how many
+#: the default number of steps of a comparison
 STEPS = 20
 
 
 # -- what is written in an option ---------------------------------------------
 
 def parse_devices(text: str, name: str = "--devices") -> list[int] | list[str]:
-    """What an option that names devices says.
+    """Parse an option that names devices.
 
     Parameters
     ----------
@@ -208,7 +208,7 @@ _OPTIONS: dict[str, tuple[Any, Any, str | None, str]] = {
     "--classes": (IntRange(1), None, "N",
                   "The number of classes, or of outputs."),
     "--batch-size": (IntRange(1), 8, None,
-                     "Rows of a batch, over all devices."),
+                     "Examples of a batch, over all devices."),
     "--loss": (str, "softmax-ce", "|".join(LOSSES) + "|MODULE:NAME",
                "The loss, by its name or as a function or class."),
     "--optimizer": (str, "sgd", None,

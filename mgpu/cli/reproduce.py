@@ -106,7 +106,7 @@ def training(chapter: str, devices: list[Device], *, batch_size: int,
         dtype=options["dtype"])
     train_iter, test_iter = load()
     info = train_iter.info or {}
-    if info["shape"][-2:] != [28, 28]:   # a folder of other pictures
+    if info["shape"][-2:] != [28, 28]:   # a folder of other images
         train_iter, test_iter = load(resize=28)
     click.echo(f"{chapter} on {mgpu.get_backend().name}, {info['name']}: "
                f"{info['train']} + {info['test']} examples, batch "

@@ -66,7 +66,7 @@ LINES = (
          "`x.detach().cpu().numpy()`", (".asnumpy",)),
     Line("to a number", "`x.asscalar()`", "`mgpu.to_numpy(x).item()`",
          "`x.item()`", (".asscalar",)),
-    Line("first weights", "`net.initialize(init.Normal(0.01), ctx=devices)`",
+    Line("initial weights", "`net.initialize(init.Normal(0.01), ctx=devices)`",
          "`replicas = mgpu.initialize(net, devices, "
          "mgpu.initializers.Normal(0.01))`",
          "`nn.init.normal_` for each weight, then a copy per device",
@@ -79,7 +79,7 @@ LINES = (
          (".collect_params",)),
     Line("weights from a file", "`net.load_parameters(file, ctx=devices)`",
          "load them into `net`, then `replicas = mgpu.initialize(net, "
-         "devices)`: values that are there stay",
+         "devices)`: existing values are kept",
          "`net.load_state_dict(torch.load(file))`",
          (".load_parameters", ".load_params")),
     Line("a network from files", "`SymbolBlock.imports(symbol, [\"data\"], "
@@ -160,7 +160,7 @@ LINES = (
          "`torch.optim.lr_scheduler.StepLR(optimizer, step, factor)`, stepped "
          "after each batch",
          ("mxnet.lr_scheduler.",)),
-    Line("a rate of one's own", "`trainer.set_learning_rate(rate)`",
+    Line("a new rate", "`trainer.set_learning_rate(rate)`",
          "`trainer.set_learning_rate(rate)`",
          '`optimizer.param_groups[0]["lr"] = rate`',
          (".set_learning_rate",)),

@@ -709,11 +709,11 @@ with ag.pause():
     mx.mod.Module(x)
 net = gluon.model_zoo.vision.get_model("resnet18_v1")
 '''
-TOPICS = {6: "a device, devices", 7: "first weights", 8: "compile",
+TOPICS = {6: "a device, devices", 7: "initial weights", 8: "compile",
           9: "not trained", 10: "optimizer",
           11: "key-value store, parameters", 12: "record",
           13: "split a batch", 14: "metric", 15: "wait", 16: "data, loss",
-          17: "first weights", 18: "to a device", 19: "rate",
+          17: "initial weights", 18: "to a device", 19: "rate",
           20: "save weights", 21: "multipliers of the decay, parameters",
           22: "not recorded", 23: "a network of symbols",
           24: "a network of the zoo"}
@@ -778,8 +778,8 @@ REPLACED = {
                                             "net.to(device)"),
     "npx.gpu(2)": ("mgpu.gpu(2)", 'torch.device("cuda", 2)'),
     # without code in the table: the text names the row
-    "net.initialize(mx.init.Xavier(magnitude=2.24))": ("first weights",) * 2,
-    "net.initialize()": ("first weights",) * 2,
+    "net.initialize(mx.init.Xavier(magnitude=2.24))": ("initial weights",) * 2,
+    "net.initialize()": ("initial weights",) * 2,
     "gluon.loss.SigmoidBinaryCrossEntropyLoss()": ("loss",) * 2,
     "mx.metric.RMSE()": ("metric",) * 2,
     "mx.lr_scheduler.PolyScheduler(100, 0.1)": ("rate",) * 2,

@@ -151,11 +151,11 @@ out["rows"] = np.concatenate([mgpu.to_numpy(y) for y in outputs])
 <wait>
 out["bias"] = replicas.export_numpy()["bias"]
 """},
-    "a rate of one's own": {
+    "a new rate": {
         "gluon": """
 loss = <loss>
 trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-<a rate of one's own>
+<a new rate>
 with autograd.record():
     ls = [loss(net(x), y) for x, y in zip(
         gluon.utils.split_and_load(nd.array(X), devices),
@@ -165,12 +165,12 @@ with autograd.record():
 """, "mgpu": """
 loss = <loss>
 trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
-<a rate of one's own>
+<a new rate>
 X, y = X.astype("f"), Y
 <the whole step>
 """, "torch": """
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-<a rate of one's own>
+<a new rate>
 loss = (<loss>)(net(torch.tensor(X).float()), torch.tensor(Y))
 <backward>
 <step>
@@ -267,7 +267,7 @@ out["rate"] = optimizer.param_groups[0]["lr"]
 #: rows that name what is there, or stays; or that need what is not here
 NOT_RUN = {
     "devices", "a device", "number of GPUs",            # GPUs
-    "first weights", "not trained", "key-value store",  # each draws its own
+    "initial weights", "not trained", "key-value store",  # each draws its own
     "parameters", "gradients of predictions",           # names, and modes
     "a network of symbols", "a network of the zoo"}     # conversion
 
