@@ -15,7 +15,7 @@ import pytest
 import forked
 from conftest import BACKENDS
 from mgpu import (BackendNotAvailable, available_backends, backends as
-                  registry, get_backend, set_backend, using_backend)
+                  registry, get_backend, seed, set_backend, using_backend)
 from mgpu.utils import environment
 
 ALIASES = {"mxnet": "gluon", "torch": "pytorch"}
@@ -181,6 +181,18 @@ def test_set_backend_is_for_all_threads_and_using_backend_for_one(patch):
         assert in_thread(seen) == "torch"
     in_thread(lambda: set_backend("mxnet"))
     assert seen() == "mxnet"
+
+
+def test_a_seed_is_that_of_a_backend_that_a_network_decides(patch):
+    """Which is loaded after the seed was set."""
+    seeds = []
+    for name in ("mxnet", "torch"):
+        install(patch, name, type(name, (Engine,), {
+            "seed": lambda self, s: seeds.append((type(self).__name__, s))}))
+    patch.setattr(registry, "_seed", None)
+    seed(7)
+    with using_backend("torch"):
+        assert seeds == [("mxnet", 7), ("torch", 7)]
 
 
 def test_tasks_inherit_the_backend_and_keep_their_own(patch):

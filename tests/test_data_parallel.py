@@ -787,20 +787,36 @@ def test_an_argument_is_named(backend, devices):
         mgpu.DataParallel(net, devices, whole=["z"])(ones(6, 3))
 
 
-@pytest.mark.parametrize("before, whole", [((6, 3), False), ((4, 3), True)])
-def test_an_earlier_batch_decides_for_a_square_array(backend, devices, before,
-                                                     whole):
-    """A mask (examples, time), and a table of another size than the batch."""
+def test_an_earlier_batch_decides_for_a_square_array(backend, devices):
+    """A mask (examples, time), where batch and time have one size."""
     seen = []
 
     def forward(x, y):
         seen.append(y.shape[0])
         return x
     net = mgpu.DataParallel(network(backend, forward), devices)
-    net(ones(6, 2), ones(*before))
+    net(ones(6, 2), ones(6, 3))
     seen.clear()
     net(ones(5, 2), ones(5, 5))
-    assert sorted(seen) == ([5, 5, 5] if whole else [1, 2, 2])
+    assert sorted(seen) == [1, 2, 2]
+
+
+def test_arrays_of_one_argument_are_decided_each(backend, devices):
+    net = mgpu.DataParallel(network(backend, lambda x, y: x), devices)
+    net(ones(6, 2), {"mask": ones(6, 2), "weights": ones(4)})
+    with pytest.raises(ValueError, match=r"'y' has shape \(4,\) in a batch"):
+        net(ones(4, 2), {"mask": ones(4, 2), "weights": ones(4)})
+
+
+@ON_TORCH
+def test_an_argument_by_keyword_only_names_no_other(backend, devices):
+    import torch
+
+    class Scaled(torch.nn.Module):
+        def forward(self, *xs, scale):
+            return xs[0] * scale
+    net = mgpu.DataParallel(Scaled(), devices, whole=("scale",))
+    assert torch.equal(net(ones(3, 3), scale=ones(3)), ones(3, 3))
 
 
 @pytest.mark.parametrize("batch_axis, error", [

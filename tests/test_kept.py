@@ -431,6 +431,42 @@ def test_a_state_that_the_user_sets_for_a_batch_of_another_size(
     same(trained(net, devices, data, between=between), expected)
 
 
+def carries_by_size(net, x, F):
+    """The state begins anew with each batch of another size."""
+    y = net.a(x)
+    if net.h is not None and net.h.shape[0] == len(x):
+        y = y + net.h.detach()
+    net.h = y
+    return net.b(y)
+
+
+@pytest.mark.device_counts(2)
+def test_the_size_of_a_state_is_compared_as_on_one_device(engine, devices):
+    """Also where a device's part is as large as an earlier batch."""
+    data = [pair for rows in (8, 4, 8, 8, 4)
+            for pair in batches(1, rows=rows)]
+    expected = plain(engine, network(engine, carries_by_size, h=None), data)
+    same(trained(network(engine, carries_by_size, h=None), devices, data),
+         expected)
+
+
+@pytest.mark.device_counts(2)
+def test_a_state_that_the_user_cuts_to_the_size_of_a_part(engine, devices):
+    data = [*batches(2), *batches(1, rows=4)]
+
+    def halved(net):
+        halved.steps += 1
+        if halved.steps == 2:
+            net.h = net.h.detach()[:4]
+    found = []
+    for run in (plain, lambda engine, net, data, between: trained(
+            net, devices, data, between=between)):
+        halved.steps = 0
+        found.append(run(engine, network(engine, carries_by_size, h=None),
+                         data, between=halved))
+    same(found[1], found[0])
+
+
 def test_a_state_of_a_batch_of_another_size_is_refused(engine, devices):
     """No device knows which entries are its own."""
     net = network(engine, carries, h=None)

@@ -1,5 +1,7 @@
 """What users write to their network between passes reaches all devices; what
 a pass writes to a buffer is the network's."""
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -283,6 +285,28 @@ def test_a_buffer_that_all_devices_update_alike(engine, devices):
     replicas(shards_of(rows(8), replicas))
     for x in replicas.buffers()[0].list_data():
         assert_bit_equal(mgpu.to_numpy(x), np.full(6, 2, "float32"))
+
+
+@on_torch
+@pytest.mark.parametrize("update, error", [
+    (lambda net, x: net.seen.data.add_(x.sum(0)), "updates the buffer seen"),
+    (lambda net, x: setattr(net, "weight", type(net.weight)(net.weight * 2)),
+     "replaces its parameter or layer 'weight'"),
+    (lambda net, x: net.seen.fill_(float("nan")), None)])
+def test_what_forward_updates_unnoticed(engine, devices, update, error):
+    import torch
+
+    class Dense(torch.nn.Linear):
+        def forward(self, x):
+            if self.training:
+                update(self, x.detach())
+            return super().forward(x)
+    net = Dense(6, 3)
+    net.register_buffer("seen", torch.zeros(6))
+    replicas = mgpu.initialize(net, devices, "xavier")
+    with mgpu.record(), pytest.raises(RuntimeError, match=error) if error \
+            else contextlib.nullcontext():
+        replicas(shards_of(rows(8), replicas))
 
 
 @pytest.mark.parametrize("door", ["initialize", "DataParallel"])
