@@ -14,6 +14,8 @@ say "ruff"
 "$python" -m ruff check . || status=1
 say "imports"
 .venv/bin/lint-imports --no-logo || status=1
+say "vocabulary"
+"$python" scripts/words.py || status=1
 say "the site, strictly"
 # without its advertisement about MkDocs 2
 NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict || status=1

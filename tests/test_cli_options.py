@@ -46,7 +46,7 @@ def mgpu_command(*arguments, status=0):
     (BENCH, "contenders"), (RUN, "runs"), (["doctor"], "findings"),
     (["compare", *COMPARED], "verdict")], ids=lambda x: next(iter(x)))
 def test_json_on_standard_output(command, key, folder):
-    """Nothing else is there, whatever code of the user's prints; a file of
+    """Nothing else is there, whatever user code prints; a file of
     --output has the same text."""
     result = mgpu_command(*command, "--format", "json", "-o", "x.json")
     assert key in json.loads(result.stdout)

@@ -11,7 +11,7 @@ import mgpu
 from conftest import BACKENDS
 
 if set(BACKENDS) < {"mxnet", "torch"}:
-    pytest.skip("they need two engines", allow_module_level=True)
+    pytest.skip("they need both backends", allow_module_level=True)
 
 import torch                                        # noqa: E402
 

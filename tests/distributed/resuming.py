@@ -140,7 +140,7 @@ def forever(devices, folder):
             str(trainer.num_update))
 
 
-def refused(devices, folder):
+def rejected(devices, folder):
     """One rank cannot: all raise, and nothing hangs."""
     world = mgpu.distributed.current()
     run = replicas, trainer, _ = made(devices)
@@ -192,7 +192,7 @@ def refused(devices, folder):
     assert world.size > 1
 
 
-JOBS = {f.__name__: f for f in (killed, forever, refused)}
+JOBS = {f.__name__: f for f in (killed, forever, rejected)}
 
 
 def main(backend, counts, folder, *jobs):

@@ -27,7 +27,7 @@ def killed(request, tmp_path_factory):
     devices each, whose runs were killed at every kind of step. Last comes
     what one rank cannot save or load."""
     folder = tmp_path_factory.mktemp("killed")
-    ends = start(folder, request.param, "2,2", "killed", "refused").wait(600)
+    ends = start(folder, request.param, "2,2", "killed", "rejected").wait(600)
     for _, text in ends:
         assert "killed ended" in text, text
     return request.param, folder, ends
@@ -51,7 +51,7 @@ def test_killed_runs_end_as_the_uninterrupted_one(killed):
 
 def test_a_rank_that_cannot_save_or_load_stops_both(killed):
     for status, text in killed[-1]:
-        assert status == 0 and "refused ended" in text, text
+        assert status == 0 and "rejected ended" in text, text
 
 
 @pytest.mark.parametrize("k", [1, 4])

@@ -27,7 +27,7 @@ PATIENCE = 20
 REMEDY = re.compile(
     r"(^|[.;:] )(start|look|give|correct|call|use|make|lower|leave|set|shard|"
     r"check|let|pass)\b", re.IGNORECASE)
-PLACE = re.compile(r"step \d|meeting \d|'mgpu\.\w|'the \w|:\d+ within|start "
+PLACE = re.compile(r"step \d|exchange \d|'mgpu\.\w|'the \w|:\d+ within|start "
                    r"within|connect within|WORLD_SIZE|RANK \d")
 
 

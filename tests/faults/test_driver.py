@@ -3,7 +3,7 @@ import pytest
 
 from faults import driver
 
-SAID = "all ranks meet in step 3; rank 1 has ended. Start again."
+SAID = "all ranks exchange in step 3; rank 1 has ended. Start again."
 
 
 def outcome(message=SAID, digests=("b", "c"), digest="c", status=1):
@@ -25,7 +25,7 @@ def problems(found, expected="WorkerLost"):
      "wrong number: rank 0, its steps"),
     ({"digest": "d"}, "wrong number: rank 0, after the error"),
     ({"message": SAID.replace("1", "0")}, "wrong culprit: rank 0"),
-    ({"message": "all meet in step 3; one has ended. Start again."},
+    ({"message": "all exchange in step 3; one has ended. Start again."},
      "poor message: no rank"),
     ({"message": "rank 1 has ended. Start again."}, "poor message: not where"),
     ({"message": SAID[:-len(" Start again.")]}, "poor message: no remedy"),

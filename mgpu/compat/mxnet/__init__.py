@@ -6,7 +6,7 @@ A Gluon script keeps its lines and changes what it imports::
     from mgpu.compat.mxnet import autograd, gluon
 
 The names mean what they mean in mgpu, on one device or several; those that
-have no meaning here are refused with the word that is right. A network stays
+have no meaning here raise an error that names the replacement. A network stays
 what it is, a Gluon Block or a torch Module, and is put on devices by
 ``net = mx.initialize(net, init, ctx)``, in the place of
 ``net.initialize(init, ctx)``.
