@@ -248,6 +248,50 @@ def test_a_frozen_bias_in_one_of_two_recurrent_layers(engine, devices):
             assert relative_difference(mgpu.to_numpy(one(x)), expected) < 1e-14
 
 
+@on_torch
+@pytest.mark.parametrize("kind", ["weight norm", "old weight norm", "list",
+                                  "replaced"])
+def test_weights_in_lists_are_those_of_the_device(engine, devices, kind):
+    """Forward computes weights of a recurrent layer, or keeps a list of
+    weights; the user replaces some between two passes."""
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.GRU(6, 3, batch_first=True)
+
+        def forward(self, x):
+            self.used = [self.layer.weight_hh_l0]
+            return self.layer(x[:, None])[0][:, 0]
+
+    def make():
+        torch.manual_seed(2)
+        net = Net()
+        if kind == "weight norm":
+            torch.nn.utils.parametrizations.weight_norm(
+                net.layer, "weight_hh_l0")
+        elif kind == "old weight norm":
+            torch.nn.utils.weight_norm(net.layer, "weight_hh_l0")
+        return net.double()
+
+    def steps(net, forward):
+        found = []
+        for step in range(3):
+            if kind == "replaced" and step == 1:
+                net.layer.weight_hh_l0 = torch.nn.Parameter(
+                    torch.full((9, 3), 0.1, dtype=torch.float64))
+            out = forward(torch.from_numpy(rows(7, dtype="float64")))
+            out.pow(2).sum().backward()
+            found += [out.detach(), *(p.grad for p in net.parameters())]
+        return [x.clone() for x in found]
+    plain, net = make(), make()
+    expected = steps(plain, plain)
+    for x, y in zip(steps(net, mgpu.DataParallel(net, devices)), expected,
+                    strict=True):
+        assert relative_difference(x.numpy(), y.numpy()) < 1e-13
+
+
 def with_buffer(engine, updated):
     """A dense layer whose forward sets a buffer to ``updated(buffer, x)``."""
     if engine.name == "torch":

@@ -563,7 +563,7 @@ class DeviceCopies:
                       for leaf in graph.leaves.values()]
         joined = self._joint.connect(graphs, _reached(graphs, sources), ended)
         for i in outputs:
-            take = functools.partial(_next_of, joined[i])
+            take = functools.partial(_next_of, joined[i], tree.arrays)
             outputs[i] = containers.replace(outputs[i], is_tensor, take)
             for place, x in changes[i].attributes.items():
                 changes[i].attributes[place] = containers.replace(
@@ -731,14 +731,16 @@ def _roots(tree: Tree, output: Any, changes: _Changes
     roots = _recorded(output)
     names: list[str | None] = [None] * len(roots)
     for (key, name), x in changes.attributes.items():
-        more = _recorded(x)
+        more = [t for t in _recorded(x) if id(t) not in tree.arrays]
         roots += more
         names += [f"{type(tree.by_id[key]).__name__}.{name}"] * len(more)
     return roots, names
 
 
-def _next_of(joined: Iterator[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    return next(joined) if x.requires_grad else x
+def _next_of(joined: Iterator[torch.Tensor], own: Mapping[int, Any],
+             x: torch.Tensor) -> torch.Tensor:
+    """The joined tensor for `x`. The network's `own` arrays stay."""
+    return next(joined) if x.requires_grad and id(x) not in own else x
 
 
 def _kept(output: Any, ended: Ended) -> Any:
