@@ -577,6 +577,8 @@ def test_the_network_decides_the_backend(name):
     undecided = contextvars.Context()
     assert_all_equal(undecided.run(trained, nets[1]), expected)
     assert undecided.run(mgpu.get_backend) is backend
+    undecided.run(mgpu.evaluate_accuracy_gpu, nets[1],
+                  [(rows(4), np.zeros(4, int))])
 
 
 @pytest.mark.parametrize("ours, other", [(a, b) for a in BACKENDS

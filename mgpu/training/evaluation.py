@@ -197,7 +197,7 @@ def _network(net: Any) -> Any:
         return net.network
     try:
         return None if isinstance(net, (list, tuple)) \
-            else get_backend().network(net)
+            else backend_for(net).network(net)
     except TypeError:
         if callable(net):
             return None
