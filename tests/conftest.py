@@ -136,7 +136,7 @@ def no_leaks():
                # torch.optim sets the second at its first step
                and not k.startswith(("PYTEST_", "TORCHINDUCTOR_"))}
     chosen, registry._chosen = registry._chosen, before
-    registry._inferred = None
+    registry._inferred = registry._seed = None
     registry._instances.clear()     # a test may load stand-ins
     registry._instances.update(loaded)
     if "mxnet" in sys.modules:
