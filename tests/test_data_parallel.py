@@ -721,7 +721,7 @@ def ones(*shape):
 
 
 @pytest.mark.parametrize("function, shapes, error", [
-    (lambda x, y: x.sum(), [(6, 3)], "one number|no axis fits"),
+    (lambda x, y: x.sum(), [(6, 3)], "a scalar on each device|no axis fits"),
     (lambda x, y: x.reshape((-1,)), [(6, 2)], "no axis fits"),
     (lambda x, y: x.shape[0], [(7, 2)], "depends on the examples"),
     (lambda x, y: x, [(6, 3), (6,)], r"argument 'y' has shape \(6,\) in a "
@@ -802,10 +802,37 @@ def test_an_earlier_batch_decides_for_a_square_array(backend, devices):
 
 
 def test_arrays_of_one_argument_are_decided_each(backend, devices):
-    net = mgpu.DataParallel(network(backend, lambda x, y: x), devices)
+    """Class weights that a batch of another size passed whole, besides a mask
+    that is split."""
+    seen = []
+
+    def forward(x, y):
+        seen.append((y["mask"].shape[0], y["weights"].shape[0]))
+        return x
+    net = mgpu.DataParallel(network(backend, forward), devices)
     net(ones(6, 2), {"mask": ones(6, 2), "weights": ones(4)})
-    with pytest.raises(ValueError, match=r"'y' has shape \(4,\) in a batch"):
-        net(ones(4, 2), {"mask": ones(4, 2), "weights": ones(4)})
+    seen.clear()
+    net(ones(4, 2), {"mask": ones(4, 2), "weights": ones(4)})
+    assert sorted(seen) == [(1, 4), (1, 4), (2, 4)]
+    with pytest.raises(ValueError, match=r"'y' has shape \(5,\) in a batch"):
+        net(ones(5, 2), {"mask": ones(5, 2), "weights": ones(5)})
+
+
+def test_another_argument_may_hold_the_examples(backend, devices):
+    """Scores of images (10, 4) for classes (6, 4): the first argument would
+    be split, and softmax see the classes of one device."""
+    def forward(classes, images):
+        return (images[:, None] * classes[None]).sum(2) \
+            / classes.sum(1).sum(0)
+    arguments, net = (ones(6, 4), ones(10, 4)), network(backend, forward)
+    with pytest.raises(ValueError, match="6 examples on axis 1; got 10 "
+                       "entries on axis 0, as many as argument 'y'.*whole="):
+        mgpu.DataParallel(net, devices)(*arguments)
+    right = mgpu.DataParallel(net, devices, whole=("x",))(*arguments)
+    np.testing.assert_allclose(backend.to_numpy(right), np.full((10, 6), 1 / 6))
+    split = mgpu.DataParallel(network(backend, lambda x, y: y[:, None]
+                                      + x.sum(1)), devices, whole=("y",))
+    assert tuple(split(ones(6, 4), ones(10)).shape) == (10, 6)
 
 
 @ON_TORCH

@@ -78,14 +78,19 @@ class BatchSplit:
         self._backend = backend
         self.arrays: Arrays = backend.batch_arrays
         self._axis_of: Mapping[str, Any] = {}
-        self._default: Any = batch_axis
+        self.batch_axis: Any = batch_axis
         if isinstance(batch_axis, Mapping):
-            self._axis_of, self._default = batch_axis, 0
-        for axis in (self._default, *self._axis_of.values()):
+            self._axis_of, self.batch_axis = batch_axis, 0
+        for axis in (self.batch_axis, *self._axis_of.values()):
             if axis is not list:
                 integer("batch_axis", axis, 0)
         self._whole = tuple(whole)
         self._was_split: dict[str, bool] = {}
+        #: shapes of arrays that earlier batches passed whole
+        self._went_whole: dict[str, tuple[int, ...]] = {}
+        #: by argument, sizes on the batch axis that were not equal to the
+        #: batch size, so that the argument was passed whole
+        self.other_sizes: dict[str, set[int]] = {}
         self._compared = 0
         #: (mode, position in the output) -> how the outputs are joined
         self.known: dict[Any, list[Any]] = {}
@@ -125,6 +130,7 @@ class BatchSplit:
             Returns the output on one device, for ``MGPU_DEBUG=1``.
         """
         bounds = shard_bounds(size, len(devices))
+        self.other_sizes = {}
         # With fewer examples, states of earlier batches might broadcast.
         start, stop = bounds[-1][0] - 1, bounds[-1][1]
 
@@ -178,11 +184,11 @@ class BatchSplit:
         axis."""
         arguments = self._arguments(args, kwargs)
         size, _ = self._first(arguments)
-        if size is None and self._default and any(shapes := [
+        if size is None and self.batch_axis and any(shapes := [
                 tuple(x.shape) for one in arguments for x
                 in containers.arrays_in(one.value, self.is_array)]):
             raise ValueError(
-                f"no argument has the axis batch_axis={self._default}; "
+                f"no argument has the axis batch_axis={self.batch_axis}; "
                 f"received shapes {shapes}. Correct batch_axis.")
         return size
 
@@ -245,13 +251,18 @@ class BatchSplit:
         if args and isinstance(args[0], list):      # possibly of examples
             args = ([*args[0], args[0][0]], *args[1:])
 
-        def more(batch_axis: int | None, x: Any) -> Any:
-            axis = -1 if batch_axis is None else axis_in(x.shape, batch_axis)
-            if axis < 0 or x.shape[axis] != size:
-                return x
-            return self.arrays.concat(
-                [x, self.take(x, axis, 0, 1, device)], axis, device)
-        values = [self._changed(one, partial(more, one.axis),
+        def more(one: _Argument) -> Callable[[Any], Any]:
+            paths = iter(self._paths(one))
+
+            def of_array(x: Any) -> Any:
+                axis = -1 if one.axis is None else axis_in(x.shape, one.axis)
+                if self._went_whole.get(next(paths)) == tuple(x.shape) \
+                        or axis < 0 or x.shape[axis] != size:
+                    return x
+                return self.arrays.concat(
+                    [x, self.take(x, axis, 0, 1, device)], axis, device)
+            return of_array
+        values = [self._changed(one, more(one),
                                 lambda items: [*items, items[0]])
                   for one in self._arguments(args, kwargs)]
         return tuple(values[:len(args)]), dict(zip(kwargs,
@@ -283,7 +294,7 @@ class BatchSplit:
             return _Argument(name, x, None, False)
         if (items := self.arrays.sequences(x)) is not None:
             return _Argument(name, items, list, True, x)
-        return _Argument(name, x, self._axis_of.get(name, self._default),
+        return _Argument(name, x, self._axis_of.get(name, self.batch_axis),
                          name in self._axis_of)
 
     def _changed(self, one: _Argument, of_array: Callable[[Any], Any],
@@ -295,6 +306,11 @@ class BatchSplit:
         items = of_items(one.value)
         return items if one.packed is None \
             else self.arrays.packed(items, one.packed)
+
+    def _paths(self, one: _Argument) -> list[str]:
+        """Names of the arrays in an argument."""
+        return [] if one.axis is list else [
+            name for name, _ in self._named(one.value, one.name)]
 
     def _parts(self, one: _Argument, first: Any, size: int,
                devices: Sequence[Any], bounds: Sequence[tuple[int, int]]
@@ -308,25 +324,29 @@ class BatchSplit:
                         one.name, "list", f"has a list of {size} items in a "
                         f"batch of {size} examples, which may be one item "
                         "for each example or not")
-        names = [] if one.axis is list else [
-            name for name, _ in self._named(one.value, one.name)]
+        names = self._paths(one)
         split: dict[str, bool] = {}
 
         def part(device: Any, start: int, stop: int) -> Any:
             paths = iter(names)
 
             def of_array(x: Any) -> Any:
-                path = next(paths)
+                path, shape = next(paths), tuple(x.shape)
                 split[path] = one.axis is not None \
-                    and len(x.shape) > one.axis and x.shape[one.axis] == size
+                    and shape[one.axis:one.axis + 1] == (size,) \
+                    and self._went_whole.get(path) != shape
                 if not split[path]:
+                    if one.axis is not None and not one.explicit:
+                        self._went_whole[path] = shape
+                        self.other_sizes.setdefault(one.name, set()).update(
+                            shape[one.axis:one.axis + 1])
                     return self.to(x, device)
                 # An array that was split in an earlier batch stays so.
                 if not (one.explicit or self._was_split.get(path)) \
                         and x is not first and (
-                        len(x.shape) == 1 or len(set(x.shape)) == 1):
+                        len(shape) == 1 or len(set(shape)) == 1):
                     raise _ambiguous(
-                        one.name, one.axis, f"has shape {tuple(x.shape)} in a "
+                        one.name, one.axis, f"has shape {shape} in a "
                         f"batch of {size} examples, which may be one entry "
                         "for each example or not")
                 return self.take(x, one.axis, start, stop, device)
@@ -387,6 +407,22 @@ class Joining:
         """
         return self._join(list(outputs), "the output", (self._mode(),),
                           lambda probed: probed.output)
+
+    def _check_examples(self, name: str, shape: Sequence[int], axis: int
+                        ) -> None:
+        """Raise ValueError if another argument may hold the examples: its
+        size, not the batch size, is that of the output on the batch axis."""
+        first = self._split.batch_axis
+        if first is list or axis == first or first >= len(shape):
+            return
+        for other, sizes in self._split.other_sizes.items():
+            if shape[first] in sizes:
+                raise ValueError(
+                    f"{name} has the {sum(self.sizes)} examples on axis "
+                    f"{axis}; got {shape[first]} entries on axis {first}, as "
+                    f"many as argument {other!r}, which is not split. Name "
+                    "the arguments without examples in whole=: "
+                    f"whole=({other!r},), or the other arguments.")
 
     def attribute(self, values: Sequence[Any], name: str,
                   place: tuple[int, str]) -> Any:
@@ -464,8 +500,10 @@ class Joining:
         shapes = [tuple(x.shape) for x in xs]
         count = len(shapes[0])
         if not count:
-            raise ValueError(f"{name} is one number on each device. Return a "
-                             "value for each example.")
+            raise ValueError(
+                f"{name} must have a value for each example; got a scalar on "
+                "each device. Compute a mean over the batch outside the "
+                "network, from outputs for each example.")
 
         def fits(axis: int, x: Any, size: int) -> bool:
             if not self._split.is_array(x):     # of the probe
@@ -481,6 +519,8 @@ class Joining:
                 "them. Return arrays with an entry for each example, and give "
                 "batch_axis= where an argument has its examples on another "
                 "axis than 0.")
+        if name.startswith("the output"):
+            self._check_examples(name, shapes[0], found[0])
         return found[0]
 
 
