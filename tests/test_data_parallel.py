@@ -829,7 +829,8 @@ def test_another_argument_may_hold_the_examples(backend, devices):
                        "entries on axis 0, as many as argument 'y'.*whole="):
         mgpu.DataParallel(net, devices)(*arguments)
     right = mgpu.DataParallel(net, devices, whole=("x",))(*arguments)
-    np.testing.assert_allclose(backend.to_numpy(right), np.full((10, 6), 1 / 6))
+    np.testing.assert_allclose(backend.to_numpy(right),
+                               np.full((10, 6), 1 / 6))
     split = mgpu.DataParallel(network(backend, lambda x, y: y[:, None]
                                       + x.sum(1)), devices, whole=("y",))
     assert tuple(split(ones(6, 4), ones(10)).shape) == (10, 6)
