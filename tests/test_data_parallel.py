@@ -944,3 +944,27 @@ def test_further_arguments_have_numbers(backend, devices):
         mgpu.DataParallel(Net(), devices)(ones(6, 3), ones(6))
     net = mgpu.DataParallel(Net(), devices, batch_axis={"argument 1": 0})
     assert tuple(net(ones(6, 3), ones(6)).shape) == (6, 3)
+
+
+def test_the_axis_of_a_time_major_layer_is_named(backend, devices):
+    """Of an input (time, examples, features), no shape tells the axes."""
+    layer = lstm(backend)
+    x = mgpu.put(np.ones((6, 4, 3), np.float32), mgpu.cpu(0))
+    with pytest.raises(ValueError, match="batch_axis= must be given for"):
+        mgpu.DataParallel(layer, devices)(x)
+    found = mgpu.DataParallel(layer, devices, batch_axis=1)(x)
+    plain = layer(x)
+    for a, b in zip(*([y] if backend.is_native(y) else [y[0], *y[1]]
+                      for y in (found, plain))):
+        np.testing.assert_allclose(*map(backend.to_numpy, (a, b)), rtol=1e-6)
+
+
+def lstm(backend):
+    """A recurrent layer of the framework, with its default layout."""
+    if backend.name == "torch":
+        import torch
+        return torch.nn.LSTM(3, 2)
+    import mxnet as mx
+    layer = mx.gluon.rnn.LSTM(2, input_size=3)
+    layer.initialize()
+    return layer

@@ -40,6 +40,9 @@ class Arrays(Protocol):
     def packed(self, sequences: Sequence[Any], like: Any) -> Any:
         """A packed batch of the sequences, sorted by length if `like` is."""
 
+    def time_major(self, net: Any) -> list[str]:
+        """Paths of recurrent layers with inputs (time, batch, features)."""
+
 
 #: types of arguments that may select a branch of forward
 _OPTIONS = (bool, int, str, type(None), enum.Enum)
@@ -60,17 +63,21 @@ class BatchSplit:
     ----------
     parameters : sequence of inspect.Parameter
         Those of forward.
-    batch_axis : int or dict
+    batch_axis : int, dict or None
         Axis of the examples. A dict maps argument names to an axis, or to
-        `list` for a list with an item for each example (default 0).
+        `list` for a list with an item for each example (default 0). None: 0,
+        but it must be given if there are `time_major` layers.
     whole : sequence of str
         Arguments passed unsplit to each device.
     backend : Backend
+    time_major : sequence of str
+        Paths of recurrent layers with inputs (time, batch, features).
     """
 
     def __init__(self, parameters: Sequence[Parameter],
-                 batch_axis: int | Mapping[str, Any], whole: Sequence[str],
-                 backend: Backend) -> None:
+                 batch_axis: int | Mapping[str, Any] | None,
+                 whole: Sequence[str], backend: Backend,
+                 time_major: Sequence[str] = ()) -> None:
         self._names = [p.name for p in parameters if p.kind in (
             p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._keywords = [p.name for p in parameters
@@ -78,7 +85,8 @@ class BatchSplit:
         self._backend = backend
         self.arrays: Arrays = backend.batch_arrays
         self._axis_of: Mapping[str, Any] = {}
-        self.batch_axis: Any = batch_axis
+        self.batch_axis: Any = 0 if batch_axis is None else batch_axis
+        self._time_major = time_major if batch_axis is None else ()
         if isinstance(batch_axis, Mapping):
             self._axis_of, self.batch_axis = batch_axis, 0
         for axis in (self.batch_axis, *self._axis_of.values()):
@@ -294,6 +302,13 @@ class BatchSplit:
             return _Argument(name, x, None, False)
         if (items := self.arrays.sequences(x)) is not None:
             return _Argument(name, items, list, True, x)
+        if self._time_major and list(
+                containers.arrays_in(x, self.is_array)):
+            raise ValueError(
+                "batch_axis= must be given for a network with recurrent "
+                "layers that have inputs (time, batch, features); got "
+                f"{', '.join(self._time_major)}. Pass batch_axis=1, or 0 if "
+                "forward swaps the axes.")
         return _Argument(name, x, self._axis_of.get(name, self.batch_axis),
                          name in self._axis_of)
 

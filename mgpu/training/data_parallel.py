@@ -16,7 +16,7 @@ from mgpu.utils.arguments import hinting
          dim="batch_axis", ctx="devices")
 def DataParallel(net: Any, devices: Sequence[Any], *,
                  batch_norm: str = "per_device",
-                 batch_axis: int | Mapping[str, Any] = 0,
+                 batch_axis: int | Mapping[str, Any] | None = None,
                  whole: Sequence[str] = ()) -> Any:
     """Run a network on several devices: one changed line in a script.
 
@@ -37,8 +37,10 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
         Normalize by the statistics of each device's examples, or of the whole
         batch. The first device updates the running statistics, and in eval
         mode all devices use them.
-    batch_axis : int or dict
+    batch_axis : int or dict, optional
         The batch dimension: one for all arguments, or by argument name.
+        Default: 0. A network with recurrent layers that have inputs (time,
+        batch, features), the default of both frameworks, needs it.
         ``list`` stands for a list with one item per example. A torch
         ``PackedSequence`` is split by sequences.
     whole : sequence of str
@@ -75,8 +77,9 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
         threads = DeviceThreads(active)
         return SyncBatchNorm(backend, threads), partial(threads.run, backend)
     return backend.data_parallel(
-        net, devices, BatchSplit(backend.network(net).inputs(), batch_axis,
-                                 whole, backend),
+        net, devices, BatchSplit(
+            backend.network(net).inputs(), batch_axis, whole, backend,
+            backend.batch_arrays.time_major(net)),
         partial(DataParallel, devices=devices, batch_norm=batch_norm,
                 batch_axis=batch_axis, whole=whole),
         synchronize if batch_norm == "sync" else None)

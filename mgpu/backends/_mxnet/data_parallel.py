@@ -32,6 +32,13 @@ class Arrays:
     def sequences(x: Any) -> None:
         """MXNet has no packed batches."""
 
+    @staticmethod
+    def time_major(net: Any) -> list[str]:
+        found: list[str] = []
+        net.apply(lambda block: found.append(block.name) if getattr(
+            block, "_layout", "")[:1] == "T" else None)
+        return found
+
     @classmethod
     def take(cls, x: Any, axis: int, start: int, stop: int, device: Any
              ) -> Any:

@@ -43,6 +43,11 @@ class Arrays:
         return rnn.pack_sequence(list(sequences),
                                  enforce_sorted=like.sorted_indices is None)
 
+    @staticmethod
+    def time_major(net: nn.Module) -> list[str]:
+        return [path or type(m).__name__ for path, m in net.named_modules()
+                if isinstance(m, nn.RNNBase) and not m.batch_first]
+
 
 class DataParallel(Wrapper, nn.Module):
     """See `mgpu.training.data_parallel.DataParallel`.
