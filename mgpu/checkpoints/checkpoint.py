@@ -11,7 +11,7 @@ import numpy as np
 
 from mgpu.backends import messages
 from mgpu.checkpoints import extra_states, trainer_states
-from mgpu.data.datasets import BatchIterator
+from mgpu.data.iterators import BatchIterator
 from mgpu.data.prefetching import Prefetched, order_of
 from mgpu.distributed import World
 from mgpu.distributed.world import same_examples

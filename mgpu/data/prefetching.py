@@ -14,8 +14,8 @@ from typing import Any
 
 from mgpu.backends import get_backend
 from mgpu.backends.device import Device, as_devices, try_all_gpus
-from mgpu.data.datasets import BatchIterator, Epoch
 from mgpu.data.inputs import as_rounds
+from mgpu.data.iterators import BatchIterator, Epoch
 from mgpu.data.nested import map_leaves
 from mgpu.utils.arguments import batches, integer
 

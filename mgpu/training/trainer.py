@@ -15,7 +15,7 @@ from mgpu.collectives.over_processes import over_processes, share_values
 from mgpu.collectives.strategies import strategy_of
 from mgpu.compat import pytorch
 from mgpu.compat.gluon import check_store, clip
-from mgpu.data import datasets
+from mgpu.data.iterators import note_step
 from mgpu.errors import DeviceError, NonFiniteGradient, StaleGradientError
 from mgpu.optim.loss_scale import LossScale, all_finite
 from mgpu.optim.schedule_state import Schedule, ScheduleState
@@ -606,7 +606,7 @@ class Trainer(Hints):
             self._step(work, self.updates.scale / batch_size)
             self._summed = None
             scale.succeed()
-        datasets.note_step()
+        note_step()
         replicas.after_step()
         if debug:
             replicas.check_equal()
