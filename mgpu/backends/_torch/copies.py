@@ -206,7 +206,7 @@ class DeviceCopies:
             return self._pass(dict(calls), batch)
 
     def probe(self, call: Call, device: int) -> Probed | None:
-        """See `mgpu.backends.base.Network.probe`."""
+        """See `mgpu.backends.network.Network.probe`."""
         spare = DeviceCopies(self.net, self.devices, self._run, self._meaning)
         with self._lock, torch.random.fork_rng(), torch.no_grad(), \
                 self._meaning.probing(device):
@@ -287,7 +287,7 @@ class DeviceCopies:
         return {key: held.value for key, held in new.items()}
 
     def arrays(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """See `mgpu.backends.base.Network.arrays`, for the array `x`."""
+        """See `mgpu.backends.network.Network.arrays`, for the array `x`."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             found = [x]
             for i in range(1, len(self.devices)):

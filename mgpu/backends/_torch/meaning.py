@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from mgpu.backends import base, messages
+from mgpu.backends import messages
 from mgpu.backends._torch import strict
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              INSTANCE_NORMS,
@@ -32,6 +32,8 @@ from mgpu.backends._torch.modes import saving
 from mgpu.backends._torch.ops import dtype_of
 from mgpu.backends._torch.streams import standing_in, take_turn
 from mgpu.backends._torch.tree import Tree
+from mgpu.backends.network import Options
+from mgpu.backends.probing import LayerCallback
 
 if TYPE_CHECKING:
     from mgpu.backends._torch.network import TorchNetwork
@@ -277,7 +279,7 @@ def innermost(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def watch_layer(module: nn.Module, path: str, index: int, between: Between,
-                seen: base.LayerCallback) -> list[Any]:
+                seen: LayerCallback) -> list[Any]:
     """Call `seen` after each call of an innermost layer. Returns handles."""
     given: list[Any] = []
     closed = not is_open(module)
@@ -307,7 +309,7 @@ def channels_last(x: Any) -> Any:
         if isinstance(x, torch.Tensor) and x.dim() == 4 else x
 
 
-def autocast(handle: torch.device, options: base.Options) -> Any:
+def autocast(handle: torch.device, options: Options) -> Any:
     """Torch's autocast for `Options.autocast`."""
     # No cache of cast weights: usually a pass uses each weight once, and all
     # threads share the cache.
@@ -315,7 +317,7 @@ def autocast(handle: torch.device, options: base.Options) -> Any:
                           cache_enabled=False)
 
 
-def widened(options: base.Options, x: Any) -> Any:
+def widened(options: Options, x: Any) -> Any:
     """Cast an output of autocast to float32, for sums and NumPy."""
     narrow = dtype_of(options.autocast)
     return tree_map(lambda t: t.float() if isinstance(t, torch.Tensor)

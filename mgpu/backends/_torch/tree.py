@@ -12,7 +12,7 @@ from torch import nn
 
 from mgpu.backends import containers
 from mgpu.backends._torch.names import NORMS
-from mgpu.backends.base import STATISTICS
+from mgpu.backends.network import STATISTICS
 
 _INTERNAL = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
 _HOOKS = frozenset(name for name in _INTERNAL if name.endswith("hooks"))
