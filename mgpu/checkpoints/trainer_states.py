@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.backends.base import Backend
+from mgpu.backends import Backend
 from mgpu.backends.device import as_device
 from mgpu.backends.native_objects import OptimizerObject
 from mgpu.backends.types import Array

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.backends.base import Backend
+from mgpu.backends import Backend
 from mgpu.backends.types import Array
 from mgpu.data.split import shard_bounds
 from mgpu.utils import probes

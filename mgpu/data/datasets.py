@@ -94,8 +94,13 @@ def fashion_mnist(batch_size: int, resize: Size = None,
     ImportError
         A file must be downloaded and pooch is not installed.
     """
-    return _idx("fashion-mnist", root, download, batch_size, resize, limit,
-                seed, dtype, shuffle)
+    size = _check(batch_size, resize, limit, seed, dtype)
+    folder = idx_files.data_folder(root, download)
+    train, test = ((images[:limit, None].astype(dtype) / 255,
+                    labels[:limit].astype("int32"))
+                   for images, labels in idx_files.read(folder))
+    return _iterators("fashion-mnist", folder, train, test, batch_size, limit,
+                      seed, shuffle, size)
 
 
 def digits(batch_size: int, resize: Size = 28, limit: int | None = None,
@@ -243,17 +248,18 @@ def load(name_or_path: FilePath, batch_size: int,
         size = (28, 28) if resize is None else _size("resize", resize)
         return synthetic(batch_size, shape=(1, *size), seed=seed, limit=limit,
                          dtype=dtype, shuffle=shuffle)
-    root, name = None, str(name_or_path)
-    if name_or_path != "fashion-mnist":
-        if not os.path.isdir(name_or_path):
-            raise ValueError(
-                f"unknown data set; received {os.fspath(name_or_path)!r}. Use "
-                f"{', '.join(map(repr, _NAMES))}, or the path of an existing "
-                "folder that holds IDX files.")
-        root, name = name_or_path, os.path.basename(
-            os.path.abspath(name_or_path))
-    return _idx(name, root, download, batch_size, resize, limit, seed, dtype,
-                shuffle)
+    root = None if name_or_path == "fashion-mnist" else name_or_path
+    if root is not None and not os.path.isdir(root):
+        raise ValueError(
+            f"unknown data set; received {os.fspath(root)!r}. Use "
+            f"{', '.join(map(repr, _NAMES))}, or the path of an existing "
+            "folder that holds IDX files.")
+    found = fashion_mnist(batch_size, resize, root, limit, seed, dtype=dtype,
+                          shuffle=shuffle, download=download)
+    for one in found if root is not None else ():
+        one.info = {**(one.info or {}), "name": os.path.basename(
+            os.path.abspath(name_or_path))}
+    return found
 
 
 def bilinear(images: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
@@ -338,17 +344,3 @@ def _iterators(name: str, source: str, train: Arrays, test: Arrays,
                       transform=transform, info=info)
         for (X, y), shuffled in ((train, shuffle), (test, False)))
     return train_iter, test_iter
-
-
-def _idx(name: str, root: FilePath | None, download: bool, batch_size: int,
-         resize: Size, limit: int | None, seed: int, dtype: str,
-         shuffle: bool) -> tuple[BatchIterator, BatchIterator]:
-    size = _check(batch_size, resize, limit, seed, dtype)
-    folder = idx_files.data_folder(root, download)
-    train, test = (
-        (images[:limit, None].astype(dtype) / 255,
-         labels[:limit].astype("int32"))
-        for images, labels in (idx_files.images_and_labels(folder, part)
-                               for part in ("train", "t10k")))
-    return _iterators(name, folder, train, test, batch_size, limit, seed,
-                      shuffle, size)

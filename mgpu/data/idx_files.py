@@ -4,7 +4,7 @@ other data in its format.
 import math
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -32,18 +32,19 @@ _TIMEOUT = 30       # seconds to wait for a response of a server
 _UBYTES = 0x00000800
 
 
-def images_and_labels(folder: str, part: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read images (n, h, w) and labels (n,), uint8 and read-only. `part` of
-    the data set: "train" or "t10k"."""
-    files = [_path(folder, f"{part}-{kind}-ubyte")
-             for kind in ("images-idx3", "labels-idx1")]
-    images, labels = map(_read, files, (3, 1))
-    if len(images) != len(labels):
-        raise ValueError(
-            f"there must be one label per image; received {len(images)} "
-            f"images in {files[0]} and {len(labels)} labels in {files[1]}. "
-            "Use files of one data set.")
-    return images, labels
+def read(folder: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Images (n, h, w) and labels (n,) of the training set, then of the test
+    set; uint8, read-only."""
+    for part in ("train", "t10k"):
+        files = [_path(folder, f"{part}-{kind}-ubyte")
+                 for kind in ("images-idx3", "labels-idx1")]
+        images, labels = map(_read, files, (3, 1))
+        if len(images) != len(labels):
+            raise ValueError(
+                f"there must be one label per image; received {len(images)} "
+                f"images in {files[0]} and {len(labels)} labels in "
+                f"{files[1]}. Use files of one data set.")
+        yield images, labels
 
 
 def _path(folder: str, name: str) -> str:

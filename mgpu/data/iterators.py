@@ -100,6 +100,9 @@ class BatchIterator:
         examples, or less than one batch with `drop_last`.
     """
 
+    #: checksums that run user code
+    _label_sums: Any = ()
+
     def __init__(self, X: Any, y: Any, batch_size: int, seed: int = 0,
                  shuffle: bool = True, drop_last: bool = False, *,
                  transform: Callable[[np.ndarray], np.ndarray] | None = None,
@@ -210,18 +213,14 @@ class BatchIterator:
     def place(self, epoch: int, number: int) -> list[Any]:
         """Identity of a batch, which processes compare."""
         return [[self.num_examples, self.batch_size], self.seed, self.shuffle,
-                self.drop_last, epoch, number, self._contents]
+                self.drop_last, epoch, number,
+                [*self.contents, *self._label_sums]]
 
     @functools.cached_property
     def contents(self) -> list[int | None]:
         """Checksums of data that is available without user code. None: not
         available."""
         return [_checksum_of((self.y, self._X[_some(len(self.y), 64)]))]
-
-    @property
-    def _contents(self) -> list[int | None]:
-        """`contents`, and checksums that run user code."""
-        return self.contents
 
     def __repr__(self) -> str:
         return (f"{type(self).__name__}({self.num_examples} examples, "
@@ -284,16 +283,16 @@ class IndexedIterator(BatchIterator):
         return [_checksum_of(chosen)]
 
     @functools.cached_property
-    def _contents(self) -> list[int | None]:
-        """`contents`, and a checksum of some labels, which are rarely
-        augmented. None if repeated reads of a label differ."""
+    def _label_sums(self) -> list[int | None]:
+        """A checksum of some labels, which are rarely augmented. None if
+        repeated reads of a label differ."""
         put_back = get_backend().kept_streams()
         try:
             labels = {_checksum_of([self._pair(i)[1] for i in _some(
                 self.num_examples, 16)]) for _ in range(3)}
         finally:
             put_back()
-        return [*self.contents, labels.pop() if len(labels) == 1 else None]
+        return [labels.pop() if len(labels) == 1 else None]
 
     def _pair(self, i: int) -> Sequence[Any]:
         pair = self._dataset[int(i)]
@@ -363,26 +362,23 @@ class Epoch(Iterator[Arrays]):
 
     Attributes
     ----------
-    moves : bool
-        Whether yielding a batch advances the position of the `BatchIterator`.
-        A prefetcher sets it to False, calls `taken` for each batch that it
+    batches : iterator
+        The batches. It does not advance the position of the `BatchIterator`:
+        a prefetcher, which reads ahead, calls `taken` for each batch that it
         yields, and `ended` after the last one.
     """
 
     def __init__(self, data: BatchIterator, epoch: int, first: int) -> None:
-        self.moves = True
         self._data, self._epoch, self._number = data, epoch, first
         # Here, not with the first batch: all ranks call iter().
         share = distributed.current().shares(shard_bounds)
-        self._batches = data._drawn(epoch, first, share)
+        self.batches = data._drawn(epoch, first, share)
 
     def __next__(self) -> Arrays:
-        for batch in self._batches:
-            if self.moves:
-                self.taken()
+        for batch in self.batches:
+            self.taken()
             return batch
-        if self.moves:
-            self.ended()
+        self.ended()
         raise StopIteration
 
     def taken(self) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends import messages
-from mgpu.backends.base import Backend
+from mgpu.backends import Backend, messages
 from mgpu.backends.network import BatchNormCall
 from mgpu.collectives.checks import ITEMSIZE, dtype_name
 from mgpu.distributed.sums import Sums

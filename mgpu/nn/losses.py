@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 
 from mgpu import distributed
-from mgpu.backends import get_backend, messages
-from mgpu.backends.base import Backend
+from mgpu.backends import Backend, get_backend, messages
 from mgpu.backends.ops import Ops
 from mgpu.data.nested import arrays_in, axis_in
 from mgpu.errors import LabelError

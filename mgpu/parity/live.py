@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends import using_backend
-from mgpu.backends.base import Backend
+from mgpu.backends import Backend, using_backend
 from mgpu.backends.device import list_devices
 from mgpu.backends.network import BUFFERS
 from mgpu.backends.probing import AVERAGE, Layer

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mgpu import backends, optim
-from mgpu.backends.base import Backend
+from mgpu.backends import Backend
 from mgpu.backends.native_objects import (Memory, OptimizerGroup,
                                           OptimizerObject, Step)
 from mgpu.backends.types import Array

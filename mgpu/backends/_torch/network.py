@@ -283,7 +283,7 @@ class TorchNetwork(Network):
         self._copies.keep_statistics(x, values)
 
     def written(self, number) -> None:
-        self._copies.forget_statistics(self.array(number))
+        self._copies.keep_statistics(self.array(number))
 
     def run(self, calls, batch) -> dict[int, Any]:
         return self._copies.run(calls, batch)

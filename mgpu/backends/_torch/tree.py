@@ -33,6 +33,10 @@ def plain_network(net: nn.Module) -> nn.Module:
     return getattr(net, "_orig_mod", net)
 
 
+def is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
 def made_more(module: nn.Module) -> RuntimeError:
     return RuntimeError(
         f"forward of {type(module).__name__} made a layer or a parameter. "
@@ -190,9 +194,8 @@ class Tree:
 
     def shares(self, x: Any) -> bool:
         """Whether an array in `x` shares memory with one of `arrays`."""
-        found = [t for t in containers.arrays_in(
-            x, lambda t: isinstance(t, torch.Tensor))
-            if t.layout is torch.strided]
+        found = [t for t in containers.arrays_in(x, is_tensor)
+                 if t.layout is torch.strided]
         return bool(found) and not {
             t.untyped_storage().data_ptr() for t in found}.isdisjoint(
             t.untyped_storage().data_ptr() for t in self.arrays.values()

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from mgpu import distributed
-from mgpu.backends import backend_for, give_back, messages
-from mgpu.backends.base import Backend
+from mgpu.backends import Backend, backend_for, give_back, messages
 from mgpu.backends.device import Device, as_devices
 from mgpu.backends.network import Network, Options, Spec
 from mgpu.data.inputs import inputs_for

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mgpu import distributed
-from mgpu.backends import recording_elsewhere
-from mgpu.backends.base import Backend
+from mgpu.backends import Backend, recording_elsewhere
 from mgpu.backends.containers import Call
 from mgpu.backends.device import Device
 from mgpu.backends.network import Kwargs, Network, apart

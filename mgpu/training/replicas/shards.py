@@ -2,8 +2,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mgpu.backends import messages
-from mgpu.backends.base import Backend
+from mgpu.backends import Backend, messages
 from mgpu.backends.device import Device
 from mgpu.backends.network import Kwargs
 from mgpu.data.nested import arrays_in, as_inputs, is_empty, leaves, shapes_of
