@@ -29,6 +29,7 @@ float32.
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -58,6 +59,8 @@ class Backend(Protocol):
     semantics: ClassVar[str]
     #: setting with which asynchronous errors are raised where work is queued
     finds_failed: ClassVar[str] = "a run on one device"
+    #: whether the state of a random stream can be read
+    reads_streams: ClassVar[bool] = False
     #: version of the framework, for `mgpu doctor` and reports
     version: ClassVar[str]
     ops: Ops
@@ -262,8 +265,8 @@ class Backend(Protocol):
         """State of the random streams, as arrays by name.
 
         The following random numbers are those after `fit_streams` of this
-        state. A backend that cannot read its streams starts new ones, from a
-        seed that the old ones determine."""
+        state. Without `reads_streams`, it starts new ones, from a seed that
+        the old ones determine."""
 
     def fit_streams(self, streams: Mapping[str, np.ndarray]
                     ) -> Callable[[], None]:
@@ -400,13 +403,17 @@ class Backend(Protocol):
 
     def kept_streams(self) -> Callable[[], None]:
         """Return a function that restores the current random streams of this
-        process, including the global ones of NumPy and Python. A backend that
-        cannot read its streams does not restore them."""
-        numpy, python = np.random.get_state(), random.getstate()
+        process, including the global ones of NumPy and Python. Without
+        `reads_streams`, those of the backend are not restored."""
+        parts: list[Callable[[], Any]] = [
+            partial(random.setstate, random.getstate()),
+            partial(np.random.set_state, np.random.get_state())]
+        if self.reads_streams:
+            parts.append(self.fit_streams(self.export_streams()))
 
         def put_back() -> None:
-            random.setstate(python)
-            np.random.set_state(numpy)
+            for part in parts:
+                part()
         return put_back
 
     def device_threads(self) -> ContextManager:

@@ -64,6 +64,7 @@ class TorchBackend(Gradients, Backend):
     finds_failed = "CUDA_LAUNCH_BLOCKING=1"
     version = torch.__version__
     batch_arrays = Arrays
+    reads_streams = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,15 +351,6 @@ class TorchBackend(Gradients, Backend):
                 else:
                     torch.cuda.set_rng_state(generator.get_state(),
                                              device.index)
-        return put_back
-
-    def kept_streams(self) -> Callable[[], None]:
-        others = super().kept_streams()
-        own = self.fit_streams(self.export_streams())
-
-        def put_back() -> None:
-            own()
-            others()
         return put_back
 
     def drawing(self, stop: Sequence[Any]
