@@ -5,9 +5,9 @@ from mgpu import (callbacks, checkpoints, collectives, d2l, datasets,
 from mgpu.backends import (BackendNotAvailable, available_backends,
                            get_backend, mxnet_compat, set_backend,
                            using_backend)
-from mgpu.backends.base import Kwargs
 from mgpu.backends.device import (Device, cpu, gpu, list_devices, num_gpus,
                                   try_all_gpus, try_gpu)
+from mgpu.backends.network import Kwargs
 from mgpu.backends.strict import CrossDeviceError, strict_devices
 from mgpu.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from mgpu.checkpoints.resuming import Resumed, resume_from_gluon

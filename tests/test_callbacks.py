@@ -9,7 +9,7 @@ import pytest
 import mgpu
 from conftest import BACKENDS
 from helpers import assert_all_equal, mlp, on
-from mgpu.data import datasets
+from mgpu import datasets
 from mgpu.training import callbacks
 from nets import dense_norm, gated
 

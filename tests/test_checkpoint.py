@@ -12,8 +12,8 @@ import mgpu
 import nets
 from conftest import BACKENDS
 from helpers import assert_bit_equal, mlp, on, relative_difference
+from mgpu import datasets
 from mgpu.checkpoints import checkpoint, trainer_states
-from mgpu.data import datasets
 from mgpu.optim import lr_scheduler
 from mgpu.utils import files
 

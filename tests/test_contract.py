@@ -17,7 +17,10 @@ from helpers import (ENGINES, assert_bit_equal, foreign_array, mlp,
                      numerical_gradient, refusal_of_foreign,
                      relative_difference, using_engine)
 from mgpu import cpu
-from mgpu.backends import base
+from mgpu.backends.base import Backend
+from mgpu.backends.network import Network
+from mgpu.backends.ops import Ops
+from mgpu.backends.probing import Probe
 
 DTYPES = ("uint8", "int8", "int32", "int64", "float16", "float32", "float64",
           "bool")
@@ -44,10 +47,10 @@ def parameters(function):
 def test_signatures_are_those_of_the_specification(backend):
     network = backend.network(mlp(backend))
     checked = 0
-    for own, specification in ((backend, base.Backend),
-                               (backend.ops, base.Ops),
-                               (network, base.Network),
-                               (network, base.Probe)):
+    for own, specification in ((backend, Backend),
+                               (backend.ops, Ops),
+                               (network, Network),
+                               (network, Probe)):
         assert specification in type(own).__mro__
         for name, method in vars(specification).items():
             if callable(method) and not name.startswith("_"):
@@ -56,6 +59,14 @@ def test_signatures_are_those_of_the_specification(backend):
                 assert written is not method or has_body(method), name
                 checked += 1
     assert checked > 70
+
+
+@pytest.mark.parametrize("part", [Backend, Network, Ops, Probe])
+def test_required_methods_come_first(part):
+    """In the contract, so that one finds what a backend must have."""
+    optional = [has_body(method) for name, method in vars(part).items()
+                if inspect.isfunction(method) and not name.startswith("_")]
+    assert any(optional) and optional == sorted(optional)
 
 
 def has_body(function):
@@ -400,7 +411,7 @@ def answer(name, arrays, options, function):
 
 
 def test_every_function_has_a_case():
-    assert set(OPS) == {name for name in vars(base.Ops)
+    assert set(OPS) == {name for name in vars(Ops)
                         if not name.startswith("_")}
 
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import mgpu
-from mgpu.data import datasets
-from mgpu.data.datasets import BatchIterator
+from mgpu import datasets
+from mgpu.data import idx_files
+from mgpu.data.iterators import BatchIterator
 
 PARTS = {"train": 41, "t10k": 13}       # examples in the generated files
 DIGITS_SHA256 = ("87ff0c9e40dc7e2c0e34e7257799c2e3"
@@ -363,8 +364,8 @@ def server(env):
                                   kwargs={"poll_interval": 0.01})
         thread.start()
         mirror.url = f"http://127.0.0.1:{mirror.server_port}/"
-        env.setattr(datasets, "_MIRRORS", (mirror.url,))
-        env.setattr(datasets, "_MD5", {
+        env.setattr(idx_files, "_MIRRORS", (mirror.url,))
+        env.setattr(idx_files, "_MD5", {
             name[:-3]: hashlib.md5(data).hexdigest()
             for name, data in mirror.files.items()})
         yield mirror
@@ -414,7 +415,7 @@ def test_a_wrong_checksum_is_refused_and_the_file_removed(server, cache):
     found = hashlib.md5(server.files[name]).hexdigest()
     with pytest.raises(ValueError, match="MD5") as error:
         datasets.fashion_mnist(16)
-    for part in (server.url + name, found, datasets._MD5[LABELS],
+    for part in (server.url + name, found, idx_files._MD5[LABELS],
                  "Deleted", "MGPU_DATA", str(cache)):
         assert part in str(error.value)
     assert os.listdir(cache) == [IMAGES + ".gz"]
@@ -429,18 +430,18 @@ def closed_port():
 def test_a_second_mirror_takes_over(server, cache, env):
     """Without any there is one clear error."""
     url = closed_port()
-    env.setattr(datasets, "_MIRRORS", (url,))
+    env.setattr(idx_files, "_MIRRORS", (url,))
     with pytest.raises(ConnectionError) as error:
         datasets.fashion_mnist(16)
     for part in (url, str(cache), "MGPU_DATA", "digits", "refused"):
         assert part in str(error.value)
     assert os.listdir(cache) == []
     server.statuses = [503] * 2
-    env.setattr(datasets, "_MIRRORS", (server.url,))
+    env.setattr(idx_files, "_MIRRORS", (server.url,))
     with pytest.raises(ConnectionError, match="503"):
         datasets.fashion_mnist(16)
     server.log.clear()
-    env.setattr(datasets, "_MIRRORS", (url, server.url))
+    env.setattr(idx_files, "_MIRRORS", (url, server.url))
     datasets.fashion_mnist(16)
     assert_complete(cache, server)
     assert len(server.log) == 4

@@ -9,7 +9,7 @@ from batches import pictures
 from helpers import (ENGINES, assert_bit_equal, relative_difference,
                      using_engine)
 from mgpu import cpu
-from mgpu.backends import base
+from mgpu.backends.ops import Ops
 from mgpu.nn import functional as F
 
 
@@ -81,7 +81,7 @@ def test_ops_without_a_gradient_are_refused(backend):
 # -- the backend's functions --------------------------------------------------
 
 # `from_host` takes an array of the host: that is `mgpu.put`.
-PUBLIC = sorted(name for name in vars(base.Ops)
+PUBLIC = sorted(name for name in vars(Ops)
                 if name[0] != "_" and name != "from_host")
 
 
@@ -93,7 +93,7 @@ def test_each_name_is_that_function(backend):
                           lambda self, *args, **kwargs: (args, kwargs))
             assert function(1, 2, axis=3) == ((1, 2), {"axis": 3})
         assert function.__name__ == name
-        assert function.__doc__ == getattr(base.Ops, name).__doc__
+        assert function.__doc__ == getattr(Ops, name).__doc__
     assert {*PUBLIC, "allreduce", "allgather"} == {*F.__all__} <= {*dir(F)}
     assert str(inspect.signature(F.allreduce)).startswith(
         "(data: list[typing.Any], *, op: str = 'sum')")

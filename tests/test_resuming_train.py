@@ -15,7 +15,7 @@ from distributed.resuming import (EPOCHS, LOSS, ROWS, STEPS, Killed,
                                   assert_same, everything, kill, made,
                                   stopping, train)
 from helpers import mlp, on
-from mgpu.data import datasets
+from mgpu import datasets
 
 
 def signalled(number):

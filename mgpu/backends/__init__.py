@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from mgpu.backends._allocator import give_back as give_back
-from mgpu.backends.base import Backend, Given
+from mgpu.backends.base import Backend
+from mgpu.backends.native_objects import Given
 from mgpu.errors import BackendNotAvailable
 from mgpu.utils import environment
 

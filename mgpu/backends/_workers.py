@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from mgpu.backends._allocator import give_back
-from mgpu.backends.base import ContextManager
+from mgpu.backends.types import ContextManager
 from mgpu.utils import probes
 
 #: seconds without work after which a thread releases freed memory

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mgpu.backends import get_backend
-from mgpu.backends.base import Device
+from mgpu.backends.types import Device
 from mgpu.utils.arguments import is_integer
 from mgpu.utils.environment import cpu_cores
 

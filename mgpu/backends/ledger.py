@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
-from mgpu.backends.base import Device
+from mgpu.backends.types import Device
 from mgpu.errors import CrossDeviceError
 
 #: location of arrays that are on no device

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-Array = Any     # mx.np.ndarray, mx.nd.NDArray or torch.Tensor
-ContextManager = AbstractContextManager[None]
+from mgpu.backends.types import Array, ContextManager
+
 
 
 class Layer(NamedTuple):
@@ -232,24 +232,10 @@ class Probe(Protocol):
         inside attention layers are not affected. A compiled network runs
         layer by layer."""
 
-    def check_visible(self) -> None:
-        """Raise ValueError if user code has compiled layers."""
-        return None
-
     def inner_dropout(self) -> Sequence[tuple[str, Any, str]]:
         """Innermost layers with dropout that masks do not affect, as (path,
         layer, attribute of the rate): recurrent layers, and dropout that is
         active in prediction."""
-
-    @contextmanager
-    def without_inner_dropout(self) -> Iterator[None]:
-        """Context manager, inside `use_masks`, that disables the dropout of
-        `inner_dropout`."""
-        with ExitStack() as stack:
-            for _, layer, name in self.inner_dropout():
-                stack.callback(setattr, layer, name, getattr(layer, name))
-                setattr(layer, name, 0.0)
-            yield
 
     def natively(self, draw: DrawMask, begins: Callable[[Any], None],
                  seen: Callable[[Any], None]) -> ContextManager:
@@ -266,3 +252,19 @@ class Probe(Protocol):
     def own_parts(self, parts: Sequence[Any]) -> OwnParts:
         """The state of a custom training step. Raises TypeError for an object
         whose state cannot be set."""
+
+    # -- optional -----------------------------------------------------------
+
+    def check_visible(self) -> None:
+        """Raise ValueError if user code has compiled layers."""
+        return None
+
+    @contextmanager
+    def without_inner_dropout(self) -> Iterator[None]:
+        """Context manager, inside `use_masks`, that disables the dropout of
+        `inner_dropout`."""
+        with ExitStack() as stack:
+            for _, layer, name in self.inner_dropout():
+                stack.callback(setattr, layer, name, getattr(layer, name))
+                setattr(layer, name, 0.0)
+            yield

@@ -11,7 +11,7 @@ import numpy as np
 
 from mgpu.backends import messages
 from mgpu.checkpoints import extra_states, trainer_states
-from mgpu.data.datasets import BatchIterator
+from mgpu.data.iterators import BatchIterator
 from mgpu.data.prefetching import Prefetched, order_of
 from mgpu.distributed import World
 from mgpu.distributed.world import same_examples
@@ -20,6 +20,7 @@ from mgpu.training.replicas import Replicas
 from mgpu.training.trainer import Trainer, check_pair
 from mgpu.utils import files
 from mgpu.utils.arguments import integer
+from mgpu.utils.signals import uninterrupted
 from mgpu.utils.tensor_files import digest_of
 
 FORMAT = "mgpu checkpoint 2"
@@ -355,7 +356,7 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
                 p.zero_grad()
         if source is not None:
             source.position = tuple(header["position"]["position"])
-    backend.uninterrupted(apply)
+    uninterrupted(apply)
     # In this thread: MXNet's streams are those of the thread that queues.
     if seed is not None:
         backend.seed(seed)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends.base import Backend
+from mgpu.backends import Backend
 from mgpu.backends.device import Device
 
 _PLAIN = {type(None), bool, int, float, str}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mgpu import optimizers
-from mgpu.backends.base import STATISTICS
+from mgpu.backends.network import STATISTICS
 from mgpu.checkpoints.trainer_states import TrainerStates
 from mgpu.compat.conversion import from_gluon
 from mgpu.gluon_io import load_graph, load_trainer_states

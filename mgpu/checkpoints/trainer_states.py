@@ -4,8 +4,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.backends.base import Array, Backend, OptimizerObject
+from mgpu.backends import Backend
 from mgpu.backends.device import as_device
+from mgpu.backends.native_objects import OptimizerObject
+from mgpu.backends.types import Array
 from mgpu.optim import schedule_state
 from mgpu.optim.base import RULES, Optimizer
 from mgpu.training.rule_updates import rule_of

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from mgpu.backends import get_backend
-from mgpu.backends.base import Array
+from mgpu.backends.types import Array
 from mgpu.collectives.checks import (OPS, check_apart, check_joinable,
                                      check_list, check_op, check_reducible,
                                      check_root, forms)

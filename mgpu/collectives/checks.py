@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mgpu.backends import get_backend, messages
-from mgpu.backends.base import Array
+from mgpu.backends.types import Array
 from mgpu.utils.arguments import is_integer
 
 OPS = ("sum", "mean", "max", "min")

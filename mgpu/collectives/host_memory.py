@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.backends.base import Array, Backend
+from mgpu.backends import Backend
+from mgpu.backends.types import Array
 from mgpu.data.split import shard_bounds
 from mgpu.utils import probes
 from mgpu.utils.environment import cpu_cores

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 
 from mgpu.backends import get_backend
-from mgpu.backends.base import Array
+from mgpu.backends.types import Array
 from mgpu.collectives.strategies import (AllReduce, allreduce_by, pack,
                                          unpack)
 from mgpu.distributed.world import Span

@@ -24,7 +24,7 @@ from math import prod
 from typing import Any
 
 from mgpu.backends import get_backend
-from mgpu.backends.base import Array
+from mgpu.backends.types import Array
 from mgpu.collectives import host_memory
 from mgpu.collectives.checks import ITEMSIZE, check_apart, dtype_name
 from mgpu.data.split import shard_bounds

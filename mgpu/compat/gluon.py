@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mgpu import gluon_io
-from mgpu.backends import get_backend, messages
-from mgpu.backends.base import BUFFERS, Backend
+from mgpu.backends import Backend, get_backend, messages
 from mgpu.backends.device import Device, as_devices
+from mgpu.backends.network import BUFFERS
 from mgpu.utils.arguments import is_number, number, one_of
 from mgpu.utils.files import FilePath
 

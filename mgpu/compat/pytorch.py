@@ -2,7 +2,8 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mgpu.backends.base import BUFFERS
+from mgpu.backends.network import BUFFERS
+
 
 if TYPE_CHECKING:
     from mgpu.training.replicas import Replicas  # noqa: F401

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mgpu.backends import containers
-from mgpu.backends.base import Backend
+from mgpu.backends import Backend, containers
 from mgpu.backends.containers import Batch, Call, Probed
 from mgpu.data.nested import axis_in
 from mgpu.data.split import shard_bounds

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu.backends.base import Kwargs
+from mgpu.backends.network import Kwargs
 from mgpu.data.nested import as_inputs, as_pair, unpadded
 
 Parameters = Sequence[inspect.Parameter]

@@ -14,8 +14,8 @@ from typing import Any
 
 from mgpu.backends import get_backend
 from mgpu.backends.device import Device, as_devices, try_all_gpus
-from mgpu.data.datasets import BatchIterator, Epoch
 from mgpu.data.inputs import as_rounds
+from mgpu.data.iterators import BatchIterator, Epoch
 from mgpu.data.nested import map_leaves
 from mgpu.utils.arguments import batches, integer
 
@@ -152,7 +152,7 @@ class Prefetched:
         source = iter(as_rounds(data))
         epoch = source if isinstance(source, Epoch) else None
         if epoch is not None:
-            epoch.moves = False
+            source = epoch.batches
         # An entry is put for each batch, so no more than `data` has.
         depth = min(self._depth, max(1, length_hint(data, 1 << 16)))
         modes, context = backend.carry(), contextvars.copy_context()

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends import base, messages
+from mgpu.backends import Backend, messages
+from mgpu.backends.network import BatchNormCall
 from mgpu.collectives.checks import ITEMSIZE, dtype_name
 from mgpu.distributed.sums import Sums
 from mgpu.utils.environment import cpu_cores
@@ -97,7 +98,7 @@ class DeviceThreads:
                 "batch_norm='per_device' for such a network.")
         return [self._given[i][1] for i in self._members]
 
-    def run(self, backend: base.Backend, thunks: Sequence[Callable[[], Any]],
+    def run(self, backend: Backend, thunks: Sequence[Callable[[], Any]],
             turn: Turn | None = None) -> list[Any]:
         """Call each thunk, one per active device, in a separate thread; the
         threads of a step synchronize. With `turn` one thread at a time runs,
@@ -132,7 +133,7 @@ class Joint:
     """Sums over all ranks in a forward pass and its backward passes. The
     gradient of a sum is the sum of the gradients."""
 
-    def __init__(self, backend: base.Backend, sums: Sums) -> None:
+    def __init__(self, backend: Backend, sums: Sums) -> None:
         self._backend, self._sums = backend, sums
         self._pass, self._count, self._after = sums.passes, 0, None
 
@@ -170,7 +171,7 @@ class SyncBatchNorm:
     backend's own layer would update them.
     """
 
-    def __init__(self, backend: base.Backend, threads: DeviceThreads,
+    def __init__(self, backend: Backend, threads: DeviceThreads,
                  joint: Joint | None = None):
         self._backend, self._threads = backend, threads
         self._joint = joint
@@ -201,7 +202,7 @@ class SyncBatchNorm:
             index, layer, moment), part, joined)
         return total / found, found
 
-    def __call__(self, call: base.BatchNormCall, index: int) -> Array:
+    def __call__(self, call: BatchNormCall, index: int) -> Array:
         x, ops = call.x, self._backend.ops
         _check_dtype(call)
         axis = call.axis % len(x.shape)
@@ -224,7 +225,7 @@ class SyncBatchNorm:
         return y
 
 
-def _check_dtype(call: base.BatchNormCall) -> None:
+def _check_dtype(call: BatchNormCall) -> None:
     """Raise TypeError for inputs that the layer does not support on one
     device: integers, whose sums would overflow, and wider floats."""
     own = [dtype_name(x) for x in (call.running_mean, call.gamma, call.x)

@@ -2,7 +2,7 @@
 
 `allreduce` and `allgather` here return new arrays and pass gradients, which
 neither framework's own collectives do. The other functions are those of the
-backend's `Ops` (`mgpu.backends.base.Ops` says what each takes): `relu`,
+backend's `Ops` (`mgpu.backends.ops.Ops` says what each takes): `relu`,
 `conv2d`, `avg_pool2d`, `max_pool2d`, `dot`, `log_softmax`, `sum`, `mean`,
 `exp`, `log`, `sqrt`, `abs`, `sign`, `maximum`, `minimum`, `sigmoid`,
 `softplus`, `concat`, `pick`, `nll`, `stop_gradient`, `zeros_like`, `astype`.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mgpu.backends import get_backend
-from mgpu.backends.base import Ops
+from mgpu.backends.ops import Ops
 from mgpu.collectives import check_joinable, check_list, check_op, gathered
 
 _OPS = tuple(name for name in vars(Ops)

@@ -24,7 +24,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mgpu.backends import base, given
+from mgpu.backends import given
+from mgpu.backends.native_objects import GivenInitializer
 from mgpu.utils.arguments import integer, number, one_of
 
 __all__ = ["Initializer", "Zero", "One", "Constant", "Uniform", "Normal",
@@ -339,7 +340,7 @@ _NAMES: dict[str, Any] = {"zeros": Zero, "ones": One, **{
 class _Foreign(Initializer):
     """One of a framework's own, of a class that the user has written."""
 
-    given: base.GivenInitializer
+    given: GivenInitializer
     name: str = "weight"
 
     def __repr__(self):

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from mgpu import distributed
-from mgpu.backends import base, get_backend, messages
+from mgpu.backends import Backend, get_backend, messages
+from mgpu.backends.ops import Ops
 from mgpu.data.nested import arrays_in, axis_in
 from mgpu.errors import LabelError
 from mgpu.utils.arguments import one_of
@@ -33,7 +34,7 @@ from mgpu.utils.arguments import one_of
 Array = Any
 
 
-def _native(*arrays: Array | None) -> base.Backend:
+def _native(*arrays: Array | None) -> Backend:
     """The backend, whose arrays these are."""
     backend = get_backend()
     messages.check_native([x for x in arrays if x is not None], backend,
@@ -41,11 +42,11 @@ def _native(*arrays: Array | None) -> base.Backend:
     return backend
 
 
-def _as(ops: base.Ops, x: Array, pred: Array) -> Array:
+def _as(ops: Ops, x: Array, pred: Array) -> Array:
     return x if x.dtype == pred.dtype else ops.astype(x, pred.dtype)
 
 
-def _like(ops: base.Ops, x: Array, pred: Array,
+def _like(ops: Ops, x: Array, pred: Array,
           shape: tuple[int, ...] | None = None) -> Array:
     """`x` in the dtype of `pred`, and in its shape (or `shape`), which has as
     many examples and elements."""
@@ -60,7 +61,7 @@ def _like(ops: base.Ops, x: Array, pred: Array,
     return x if own == shape else x.reshape(shape)
 
 
-def _factor(ops: base.Ops, name: str, x: Array, pred: Array,
+def _factor(ops: Ops, name: str, x: Array, pred: Array,
             shape: tuple[int, ...]) -> Array:
     """`x` in the dtype of `pred`, if it broadcasts to `shape`."""
     own = tuple(x.shape)
@@ -95,7 +96,7 @@ class Loss:
         return self._weighed(backend.ops, self._values(backend, pred, label),
                              pred, sample_weight)
 
-    def _weighed(self, ops: base.Ops, values: Array, pred: Array,
+    def _weighed(self, ops: Ops, values: Array, pred: Array,
                  sample_weight: Array | None = None) -> Array:
         """Of `values`, one per example."""
         if sample_weight is not None:
@@ -105,17 +106,17 @@ class Loss:
             values = values * self.weight
         return self._per_example(ops, values)
 
-    def _values(self, backend: base.Backend, pred: Array, label: Array
+    def _values(self, backend: Backend, pred: Array, label: Array
                 ) -> Array:
         """In the shape that sample weights broadcast to."""
         return self._formula(backend.ops, pred,
                              _like(backend.ops, label, pred))
 
-    def _formula(self, ops: base.Ops, pred: Array, label: Array) -> Array:
+    def _formula(self, ops: Ops, pred: Array, label: Array) -> Array:
         """The values, of a label in the shape and dtype of `pred`."""
         raise NotImplementedError
 
-    def _per_example(self, ops: base.Ops, values: Array) -> Array:
+    def _per_example(self, ops: Ops, values: Array) -> Array:
         return _joined(ops.mean, values)
 
     def __repr__(self) -> str:
@@ -260,7 +261,7 @@ class SigmoidBinaryCrossEntropyLoss(Loss):
             ops.softplus(-ops.abs(pred)) + ops.relu(-pred))
 
 
-def _logistic(ops: base.Ops, x: Array, label: Array) -> Array:
+def _logistic(ops: Ops, x: Array, label: Array) -> Array:
     """``log(1 + exp(x)) - x * label``, without overflow."""
     return ops.relu(x) - x * label + ops.softplus(-ops.abs(x))
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from mgpu.backends.base import Array, Ops
+from mgpu.backends.ops import Ops
+from mgpu.backends.types import Array
 from mgpu.utils.arguments import Hints, finite
 
 if TYPE_CHECKING:

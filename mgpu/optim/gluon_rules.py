@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from mgpu.backends.base import Array, Ops
+from mgpu.backends.ops import Ops
+from mgpu.backends.types import Array
 from mgpu.optim.base import (Optimizer, adadelta_step, adam_step, adamax_step,
                              averages, limited, mean_square, move_average,
                              nadam_momentum, nadam_step, rule)

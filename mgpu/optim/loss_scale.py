@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends.base import Array, Backend
+from mgpu.backends import Backend
+from mgpu.backends.types import Array
 from mgpu.utils.arguments import is_number, one_of
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends.base import Backend
+from mgpu.backends import Backend
 from mgpu.optim import lr_scheduler
 from mgpu.utils.arguments import Hints, finite
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mgpu.backends.base import AVERAGE
+from mgpu.backends.probing import AVERAGE
 from mgpu.parity.matching import Entry
 from mgpu.parity.run import State, StepResult
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends import give_back
-from mgpu.backends.base import AVERAGE
+from mgpu.backends.probing import AVERAGE
 from mgpu.data.nested import map_leaves
 from mgpu.parity import keys, matching, measure
 from mgpu.parity.averages import Averages

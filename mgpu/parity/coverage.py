@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends.base import Layer
+from mgpu.backends.probing import Layer
 from mgpu.parity.location import ACTIVATIONS, NAMES, kind_of, pairs
 from mgpu.parity.matching import Plan
 from mgpu.parity.run import Run, State, StepResult

@@ -9,7 +9,7 @@ from mgpu.parity.location import pairs
 from mgpu.parity.measure import CHAOS, TOLERANCE, Gap
 from mgpu.parity.run import State, StepResult
 
-#: what is of float32, by the names of `mgpu.backends.base.Float32Functions`
+#: what is of float32, by the names of `mgpu.backends.probing.Float32Functions`
 WORDS = {
     "leaky_relu": "MXNet multiplies the negative half of LeakyReLU in float32",
     "prelu": "MXNet multiplies the negative half of PReLU in float32",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.backends.base import AVERAGE
+from mgpu.backends.probing import AVERAGE
 from mgpu.checkpoints.trainer_states import TrainerStates
 from mgpu.collectives.host_memory import HOST_OPS
 from mgpu.optim import Optimizer, counterpart

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.backends import base, using_backend
+from mgpu.backends import using_backend
 from mgpu.backends.device import list_devices
+from mgpu.backends.network import Network, Spec
+from mgpu.backends.probing import Layer
 from mgpu.data.nested import cast_floats, rows_of
 from mgpu.data.split import split_batch
 from mgpu.nn import losses
@@ -46,8 +48,8 @@ class Finding(NamedTuple):
 class _Subject(NamedTuple):
     """What the rules look at."""
 
-    layers: list[base.Layer]
-    specs: list[base.Spec]
+    layers: list[Layer]
+    specs: list[Spec]
     aliases: dict[str, list[str]]
     shapes: dict[str, tuple[int, ...]]      # first input of each layer
     optimizer: Any
@@ -62,7 +64,7 @@ class _Subject(NamedTuple):
         return self.optimizer.family \
             if self.optimizer.semantics == "gluon" else ""
 
-    def of(self, *kinds: str) -> list[base.Layer]:
+    def of(self, *kinds: str) -> list[Layer]:
         return [layer for layer in self.layers if layer.kind in kinds]
 
 
@@ -148,8 +150,8 @@ def lint(net: Any, *, sample: Any = None, optimizer: Any = "sgd",
             if gluon or not port for found in find(subject) if found[0]]
 
 
-def _watched(network: base.Network, sample: Any,
-             shapes: dict[str, tuple[int, ...]]) -> base.Network:
+def _watched(network: Network, sample: Any,
+             shapes: dict[str, tuple[int, ...]]) -> Network:
     """Run the network, and keep the shape of each layer's first input."""
     init = None if network.missing() else "keep"
     replicas = initialize(network.net, list_devices(1), init=init,

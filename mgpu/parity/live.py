@@ -6,8 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends import base, using_backend
+from mgpu.backends import Backend, using_backend
 from mgpu.backends.device import list_devices
+from mgpu.backends.network import BUFFERS
+from mgpu.backends.probing import AVERAGE, Layer
+from mgpu.backends.types import ContextManager
 from mgpu.checkpoints.trainer_states import TrainerStates
 from mgpu.data.nested import as_inputs, cast_floats, leaves, rows_of
 from mgpu.data.split import split_batch
@@ -99,12 +102,12 @@ class LiveRun(Run):
         self.entries = [
             Entry(p.name, _kind(p), tuple(p.shape or ()), p.grad_req != "null",
                   tuple(n for n in aliases.get(p.name, ())
-                        if n != p.name), p.kind in base.BUFFERS)
+                        if n != p.name), p.kind in BUFFERS)
             for p in (*self.replicas.params(), *self.replicas.buffers())
             if not p.name.endswith(_COUNTER) and "float" in p.dtype]
         self.names = {e.name for e in self.entries}
 
-    def _update_rule(self, backend: base.Backend) -> UpdateRule:
+    def _update_rule(self, backend: Backend) -> UpdateRule:
         trainer, params = self.trainer, self.replicas.params()
         rule = trainer.rule()
         if not params:
@@ -133,7 +136,7 @@ class LiveRun(Run):
                    else ", Gluon's arithmetic"),
                 "dtype": self.dtype}
 
-    def by_path(self) -> dict[str, base.Layer]:
+    def by_path(self) -> dict[str, Layer]:
         return super().by_path() | self.network.functions
 
     def restore(self) -> None:
@@ -178,7 +181,7 @@ class LiveRun(Run):
             optimizer=type(own).__name__, learning_rate=own.learning_rate,
             schedule=None,
             slots={key: value for key, value in states.slots.items()
-                   if key[1] != base.AVERAGE}))
+                   if key[1] != AVERAGE}))
 
     def _write(self, values: Mapping[str, np.ndarray]) -> None:
         missing = any(p.name not in values and p.kind != "other"
@@ -209,7 +212,7 @@ class LiveRun(Run):
             with record() if training else contextlib.nullcontext():
                 yield
 
-    def _dropping(self) -> base.ContextManager:
+    def _dropping(self) -> ContextManager:
         return self.network.without_inner_dropout() if self.masks.off \
             else contextlib.nullcontext()
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.backends.base import Layer
+from mgpu.backends.probing import Layer
 from mgpu.parity.matching import Plan, close
 from mgpu.parity.run import LayerCall
 
@@ -44,7 +44,7 @@ class Location(NamedTuple):
 
     Attributes
     ----------
-    a, b : mgpu.backends.base.Layer or None
+    a, b : mgpu.backends.probing.Layer or None
         None where a layer has no counterpart.
     inputs_agree : bool
         False: its input differs already, although all layers before it

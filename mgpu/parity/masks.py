@@ -47,7 +47,7 @@ class Masks:
 
     def __call__(self, x: Any, rate: float, axes: tuple[int, ...], index: int
                  ) -> Any:
-        """See `mgpu.backends.base.DrawMask`."""
+        """See `mgpu.backends.probing.DrawMask`."""
         backend = get_backend()
         with self._lock:
             number = self._calls[index]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends.base import Layer
+from mgpu.backends.probing import Layer
 from mgpu.parity.constants import by_value
 from mgpu.parity.maps import (MatchError, Target, alternatives, as_map,
                               read_map)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.backends import base, using_backend
+from mgpu.backends import using_backend
+from mgpu.backends.probing import AVERAGE, Observed
 from mgpu.checkpoints.trainer_states import TrainerStates
 from mgpu.collectives.host_memory import HOST_OPS
 from mgpu.data.nested import leaves
@@ -30,7 +31,7 @@ class _Seen(NamedTuple):
 
     outputs: list[np.ndarray]
     value: Any
-    observed: base.Observed
+    observed: Observed
     ran: dict[str, bool]    # by path of a layer: in training mode
     counts: dict[str, int]  # by statistic: values of a channel in the batch
     calls: Calls
@@ -63,7 +64,7 @@ class OwnRun(LiveRun):
 
     Attributes
     ----------
-    parts : mgpu.backends.base.OwnParts
+    parts : mgpu.backends.probing.OwnParts
     instead : callable or None
         What makes of an `Update` the state that takes the place of what the
         optimizer has computed.
@@ -164,7 +165,7 @@ class OwnRun(LiveRun):
             slots, counts = self.parts.memory()
             self.parts.load({**slots, **{
                 key: value for key, value in state.optimizer.slots.items()
-                if key[1] == base.AVERAGE}}, counts)
+                if key[1] == AVERAGE}}, counts)
 
     def load_memory(self, states: TrainerStates) -> None:
         self.parts.load(states.slots, states.counts)
@@ -185,7 +186,7 @@ class OwnRun(LiveRun):
                 "as forward(self, x, state=None), which a layer begins "
                 "with.") from error
 
-    def _around(self, observed: base.Observed, names: list[str]
+    def _around(self, observed: Observed, names: list[str]
                 ) -> Callable[[], None]:
         """What is called after an update of weights by their optimizer."""
         if self.instead is None:

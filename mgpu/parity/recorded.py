@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mgpu import optim
-from mgpu.backends import base
+from mgpu.backends.probing import Layer
 from mgpu.checkpoints.trainer_states import by_layer
 from mgpu.nn import losses
 from mgpu.optim import Optimizer
@@ -127,8 +127,8 @@ class RecordedRun(Run):
         self.entries = [Entry(**{**e, "shape": tuple(e["shape"]),
                                  "aliases": tuple(e["aliases"])})
                         for e in side["entries"]]
-        self.layers = [base.Layer(x["path"], x["kind"], _tuples(x["options"]),
-                                  tuple(x["parameters"]))
+        self.layers = [Layer(x["path"], x["kind"], _tuples(x["options"]),
+                             tuple(x["parameters"]))
                        for x in side["layers"]]
         # Traces of version 0.2 have none.
         self.keys = {stage: list(map(tuple, own)) for stage, own

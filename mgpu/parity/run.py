@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from mgpu.backends import base
+from mgpu.backends.probing import Float32Functions, Layer
 from mgpu.checkpoints.trainer_states import TrainerStates
 from mgpu.errors import CannotRun as CannotRun
 from mgpu.optim import Optimizer, counterpart
@@ -177,7 +177,7 @@ class Run(ABC):
         Devices, or their names where the run is recorded.
     entries : list of Entry
         Parameters and running statistics.
-    layers : list of mgpu.backends.base.Layer
+    layers : list of mgpu.backends.probing.Layer
     batch_norm : str
         The policy of `mgpu.initialize`.
     updates : UpdateRule
@@ -200,17 +200,17 @@ class Run(ABC):
     dtype: str
     devices: Sequence[Any]
     entries: list[Entry]
-    layers: list[base.Layer]
+    layers: list[Layer]
     batch_norm: str
     updates: UpdateRule
-    float32: base.Float32Functions | None = None
+    float32: Float32Functions | None = None
     replaces: bool = False
     nudge: Callable[[np.ndarray], np.ndarray] | None = None
     draws: bool = False
     keys: dict[str, list[Path]]
     like: Mapping[str, Sequence[Path]] = MappingProxyType({})
 
-    def by_path(self) -> dict[str, base.Layer]:
+    def by_path(self) -> dict[str, Layer]:
         """The layers, and the functions between them that have been seen, by
         path."""
         return {layer.path: layer for layer in self.layers}

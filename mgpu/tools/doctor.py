@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mgpu import backends
-from mgpu.backends.base import Backend
+from mgpu.backends import Backend
 from mgpu.utils import environment, files
 from mgpu.utils.environment import cpu_cores
 

@@ -3,9 +3,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mgpu.backends import base, get_backend, messages
-from mgpu.backends.base import BUFFERS, STATISTICS
+from mgpu.backends import get_backend, messages
 from mgpu.backends.device import Device, as_device, as_devices
+from mgpu.backends.network import BUFFERS, STATISTICS, Spec
 
 if TYPE_CHECKING:
     from mgpu.training.replicas import Replicas
@@ -75,14 +75,14 @@ class Parameter:
         it raises ValueError for another value, or for a buffer.
     number : int
         The index among the network's parameters and buffers.
-    spec : mgpu.backends.base.Spec
+    spec : mgpu.backends.network.Spec
         The backend's description.
     lr_mult, wd_mult : float
         Factors of learning rate and weight decay: those of Gluon's own
         Parameter until they are set here.
     """
 
-    def __init__(self, replicas: "Replicas", number: int, spec: base.Spec):
+    def __init__(self, replicas: "Replicas", number: int, spec: Spec):
         self._replicas, self.number, self.spec = replicas, number, spec
         self.name, self.kind = spec.name, spec.kind
         #: lr_mult and wd_mult that have been set here

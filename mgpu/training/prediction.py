@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mgpu.backends import get_backend, using_backend
-from mgpu.backends.base import Kwargs, forward_call
 from mgpu.backends.device import Device, as_devices
+from mgpu.backends.network import Kwargs, forward_call
 from mgpu.data.inputs import Rounds, as_rounds, choose
 from mgpu.data.nested import (as_inputs, is_empty, leaves, map_leaves,
                               row_counts)

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from mgpu import backends, optim
-from mgpu.backends.base import (Array, Backend, Memory, OptimizerGroup,
-                                OptimizerObject, Step)
+from mgpu.backends import Backend
+from mgpu.backends.native_objects import (Memory, OptimizerGroup,
+                                          OptimizerObject, Step)
+from mgpu.backends.types import Array
 from mgpu.collectives import host_memory
 from mgpu.collectives.host_memory import Update
 from mgpu.compat.gluon import replaces_base_lr, rule_options

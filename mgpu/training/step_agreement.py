@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends.base import Array
+from mgpu.backends.types import Array
 from mgpu.collectives import AllReduce, allreduce_many
 from mgpu.training.parameters import Parameter
 from mgpu.training.replicas import Replicas

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mgpu import optim
 from mgpu.backends import in_use
-from mgpu.backends.base import OptimizerObject, Step
+from mgpu.backends.native_objects import OptimizerObject, Step
 from mgpu.checkpoints import trainer_states
 from mgpu.checkpoints.trainer_states import TrainerStates
 from mgpu.collectives import AllReduce
@@ -15,7 +15,7 @@ from mgpu.collectives.over_processes import over_processes, share_values
 from mgpu.collectives.strategies import strategy_of
 from mgpu.compat import pytorch
 from mgpu.compat.gluon import check_store, clip
-from mgpu.data import datasets
+from mgpu.data.iterators import note_step
 from mgpu.errors import DeviceError, NonFiniteGradient, StaleGradientError
 from mgpu.optim.loss_scale import LossScale, all_finite
 from mgpu.optim.schedule_state import Schedule, ScheduleState
@@ -27,6 +27,7 @@ from mgpu.utils import environment, probes
 from mgpu.utils.arguments import (Hints, by_name, check_batch_size, finite,
                                   hinting)
 from mgpu.utils.files import FilePath
+from mgpu.utils.signals import uninterrupted
 
 __all__ = ["StaleGradientError", "Trainer", "TrainerStates",
            "check_batch_size", "check_pair"]
@@ -454,7 +455,7 @@ class Trainer(Hints):
             with in_use(backend), backend.scope(recording=False):
                 section()
         with self.replicas.span.world.guard(), self.replicas.exclusive():
-            backend.uninterrupted(scoped)
+            uninterrupted(scoped)
 
     def _trained(self) -> list[Parameter]:
         """The parameters that this trainer updates now."""
@@ -606,7 +607,7 @@ class Trainer(Hints):
             self._step(work, self.updates.scale / batch_size)
             self._summed = None
             scale.succeed()
-        datasets.note_step()
+        note_step()
         replicas.after_step()
         if debug:
             replicas.check_equal()

@@ -7,7 +7,7 @@ import numpy as np
 
 import mgpu
 from helpers import mlp, on
-from mgpu.data import datasets
+from mgpu import datasets
 from mgpu.nn import metrics
 from mgpu.training import callbacks
 

@@ -13,7 +13,7 @@ import mgpu
 from test_checkpoint import (LOSS, TRAINERS, disturb, layers, network,
                              noisy)
 from test_checkpoint import everything as of_run
-from mgpu.data import datasets
+from mgpu import datasets
 
 EPOCHS, EVERY = 3, 2
 #: steps of an epoch

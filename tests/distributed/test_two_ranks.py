@@ -8,7 +8,7 @@ import pytest
 
 from conftest import BACKENDS
 from distributed import differing, jobs
-from mgpu.data.datasets import BatchIterator
+from mgpu.data.iterators import BatchIterator
 
 PROGRAM = jobs.ROOT / "tests" / "distributed" / "two_ranks.py"
 

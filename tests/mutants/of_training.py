@@ -10,7 +10,7 @@ MUTANTS = [
            killer="test_trainer.py::test_k_devices_are_one_device"),
     mutant("copies-not-refreshed",
            "other devices keep the weights of the first step",
-           "DeviceCopies._overwrite",
+           "DeviceArrays.overwrite",
            "torch._foreach_copy_(*written, non_blocking=True)",
            "None",
            killer="test_trainer.py::test_k_devices_are_one_device"),

@@ -7,7 +7,7 @@ import inspect
 import os
 
 from mgpu import collectives, optim
-from mgpu.backends import base
+from mgpu.backends.ops import Ops
 from mgpu.nn import functional, initializers, losses, models
 from mgpu.optim import lr_scheduler
 from mgpu.training import replicas
@@ -51,7 +51,7 @@ def formulas():
     yield from (f"collectives.{name}" for name in collectives.ALGORITHMS)
     # those of a backend: tests/test_contract.py
     yield from (f"functional.{name}" for name in functional.__all__
-                if not hasattr(base.Ops, name))
+                if not hasattr(Ops, name))
 
 
 FORMULAS = set(formulas())

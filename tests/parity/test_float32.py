@@ -245,7 +245,7 @@ def test_a_line_that_is_changed_is_none():
     """What is a line by its name alone is computed as it is."""
     import torch
     from mgpu.backends._torch.float32 import AsMXNet
-    from mgpu.backends.base import Float32Functions
+    from mgpu.backends.probing import Float32Functions
 
     def function(x):
         y = 0.2 * x + 0.5

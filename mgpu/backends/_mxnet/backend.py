@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends import base, messages
+from mgpu.backends import messages
 from mgpu.backends._mxnet import strict
 from mgpu.backends._mxnet.block_tree import is_recorded
 from mgpu.backends._mxnet.data_parallel import Arrays, DataParallel
@@ -21,14 +21,17 @@ from mgpu.backends._mxnet.network import MXNetNetwork
 from mgpu.backends._mxnet.ops import MXNetOps, dtype_of, is_np
 from mgpu.backends._mxnet.states import flush_all
 from mgpu.backends._workers import Workers, inside_worker, run_in_turn
+from mgpu.backends.base import Backend
 from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
+from mgpu.backends.types import ContextManager
 from mgpu.gluon_io.graph import (SOFTMAX, Node, check_fit, constants,
                                  dense_arrays, entries, fixed_gammas,
                                  load_graph, symbol_of_dtype)
 from mgpu.utils import environment
 from mgpu.utils.arguments import integer
 from mgpu.utils.files import path_of
+from mgpu.utils.signals import uninterrupted
 
 autograd, npx = mx.autograd, mx.npx
 
@@ -140,7 +143,7 @@ class _Through(mx.autograd.Function):
     in which the backward pass queues them.
     """
 
-    def __init__(self, backend: base.Backend, result: Any, back: Any) -> None:
+    def __init__(self, backend: Backend, result: Any, back: Any) -> None:
         super().__init__()
         self._backend, self._result, self._back = backend, result, back
 
@@ -154,7 +157,7 @@ class _Through(mx.autograd.Function):
             1, gradient.ctx)
 
 
-class MXNetBackend(base.Backend):
+class MXNetBackend(Backend):
     """MXNet as a backend of mgpu."""
 
     name = "mxnet"
@@ -186,7 +189,7 @@ class MXNetBackend(base.Backend):
             one_thread(device.index)
         return mx.Context(device.kind, device.index)
 
-    def family_of(self, x: Any) -> base.ContextManager:
+    def family_of(self, x: Any) -> ContextManager:
         """Context manager that sets the thread's NumPy mode, which selects
         the array family of layers, to that of the array `x`."""
         if not isinstance(x, mx.nd.NDArray) or is_np(x) == npx.is_np_array():
@@ -246,7 +249,7 @@ class MXNetBackend(base.Backend):
         return [_host_view(_address(x), x.size, _dtype(x)) for x in arrays]
 
     def run_on_host_views(self, thunks, written) -> None:
-        self.uninterrupted(lambda: self._workers.run(thunks, carry=False))
+        uninterrupted(lambda: self._workers.run(thunks, carry=False))
 
     def library_allreduce(self, arrays: Sequence[Any], op: str) -> None:
         if op != "sum":
@@ -281,7 +284,7 @@ class MXNetBackend(base.Backend):
     def mark_used(self, x: Any, used: bool = True) -> None:
         x._fresh_grad = not used
 
-    def scope(self, recording=None, training=None) -> base.ContextManager:
+    def scope(self, recording=None, training=None) -> ContextManager:
         return Scope(_read_flags, _write_flags, (recording, training))
 
     def is_recording(self) -> bool:
@@ -372,7 +375,7 @@ class MXNetBackend(base.Backend):
         return self._workers.run([functools.partial(seeded, thunk)
                                   for thunk in thunks])
 
-    def carry(self) -> Callable[[], base.ContextManager]:
+    def carry(self) -> Callable[[], ContextManager]:
         # Inside mx.engine.bulk the thread delays operations whose results
         # other threads need: setting the size queues them.
         mx.engine.set_bulk_size(mx.engine.set_bulk_size(0))
@@ -410,11 +413,11 @@ class MXNetBackend(base.Backend):
         return int(child) & 0x7FFFFFFF
 
     def drawing(self, stop: Sequence[Any]
-                ) -> Callable[[], base.ContextManager]:
+                ) -> Callable[[], ContextManager]:
         number = next(self._drawers)
 
         @functools.cache        # once, in the data-loading thread
-        def block() -> base.ContextManager:
+        def block() -> ContextManager:
             mx.random.seed(self._child(number))
             return contextlib.nullcontext()
         return block
@@ -449,7 +452,7 @@ class MXNetBackend(base.Backend):
 
     # -- debugging ----------------------------------------------------------
 
-    def strict(self, ledger: Any) -> base.ContextManager:
+    def strict(self, ledger: Any) -> ContextManager:
         return strict.strict(ledger)
 
     def wait_for(self, x: Any) -> None:

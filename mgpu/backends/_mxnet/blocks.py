@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from mgpu.backends import base
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import all_stored, is_layer
+from mgpu.backends.network import STATISTICS
 
-_KINDS = ("weight", "bias", "gamma", "beta", *base.STATISTICS)
+_KINDS = ("weight", "bias", "gamma", "beta", *STATISTICS)
 
 
 # Packages whose blocks have no state between calls. (Not gluon.rnn and
@@ -28,7 +28,7 @@ def kind_of(name: str, parameter: Any) -> str:
         "moving_", "running_").endswith(kind)), None)
     if kind is None and parameter.grad_req == "null":
         return "other"
-    if kind in base.STATISTICS:
+    if kind in STATISTICS:
         return kind
     if parameter.init is not None:      # its own initializer
         return kind or "weight"

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends import base
 from mgpu.backends._mxnet.block_tree import on_context
 from mgpu.backends._mxnet.copies import ContextCopies, run_aside
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.network_layers import NetworkLayers
 from mgpu.backends.containers import Batch, Call
+from mgpu.backends.types import Device
 from mgpu.backends.wrapper import Wrapper, delegate
 
 autograd, gluon = mx.autograd, mx.gluon
@@ -151,7 +151,7 @@ class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
             return nullcontext()
         if any(p._deferred_init for p in self.collect_params().values()):
             home = self._copies.contexts[0]     # shapes, before the barriers
-            self._layers.infer_shapes(inputs, base.Device(
+            self._layers.infer_shapes(inputs, Device(
                 home.device_type, home.device_id))
         if autograd.is_recording() and autograd.is_training():
             return self._layers.use_batch_norm(*self._synchronize(active))

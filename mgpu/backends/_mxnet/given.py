@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.backends import base, messages
+from mgpu.backends import messages
 from mgpu.backends._mxnet.blocks import is_users
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.own_step import (FAMILIES, OPTIONS, read_state,
                                            write_state)
+from mgpu.backends.native_objects import (Given, GivenInitializer, Memory,
+                                          OptimizerGroup, OptimizerObject)
+from mgpu.backends.network import BUFFERS, Network
 
 #: the classes of `FAMILIES`, which parity supports, and others
 _FAMILIES = {**FAMILIES, **{getattr(mx.optimizer, name): name.lower()
@@ -21,17 +24,17 @@ _FAMILIES = {**FAMILIES, **{getattr(mx.optimizer, name): name.lower()
              mx.optimizer.contrib.GroupAdaGrad: "groupadagrad"}
 
 
-class MXNetOptimizer(base.OptimizerObject):
+class MXNetOptimizer(OptimizerObject):
     """An `mx.optimizer.Optimizer` of any class, including user-defined ones,
     for a network of either backend. Arrays of the other backend are copied to
     MXNet's and back."""
 
     semantics = "gluon"
 
-    def __init__(self, x: Any, network: base.Network):
+    def __init__(self, x: Any, network: Network):
         messages.check_precision(x.multi_precision, {
             spec.name: spec.dtype for spec in network.specs()
-            if spec.kind not in base.BUFFERS})
+            if spec.kind not in BUFFERS})
         super().__init__(x)
         self._backend, self._updater = network.backend, \
             mx.optimizer.get_updater(x)
@@ -63,11 +66,11 @@ class MXNetOptimizer(base.OptimizerObject):
         if self.schedule is None:
             self.object.set_learning_rate(rate)
 
-    def groups(self) -> list[base.OptimizerGroup]:
+    def groups(self) -> list[OptimizerGroup]:
         options = {OPTIONS.get(key, key): x
                    for key, x in vars(self.object).items()
                    if isinstance(x, (bool, int, float, NoneType))}
-        return [base.OptimizerGroup(None, self._family, {
+        return [OptimizerGroup(None, self._family, {
             **options, "learning_rate": self.learning_rate})]
 
     # -- a step -------------------------------------------------------------
@@ -103,7 +106,7 @@ class MXNetOptimizer(base.OptimizerObject):
 
     # -- states -------------------------------------------------------------
 
-    def memory(self) -> base.Memory:
+    def memory(self) -> Memory:
         known = {name: i for name, i in self._index.items()
                  if i in self._updater.states}
         return {(name, slot): x for name, i in known.items()
@@ -143,7 +146,7 @@ def _contents(x: Any) -> dict[str, bytes | None]:
     return found
 
 
-class MXNetDraws(base.GivenInitializer):
+class MXNetDraws(GivenInitializer):
     """A user-defined `mx.init.Initializer`."""
 
     def __init__(self, x: Any):
@@ -184,15 +187,15 @@ class MXNetDraws(base.GivenInitializer):
             mx.random.seed(later)
 
 
-class MXNetGiven(base.Given):
+class MXNetGiven(Given):
     """Optimizers and initializers of MXNet."""
 
-    def optimizer(self, x: Any, network: base.Network
-                  ) -> base.OptimizerObject | None:
+    def optimizer(self, x: Any, network: Network
+                  ) -> OptimizerObject | None:
         return MXNetOptimizer(x, network) \
             if isinstance(x, mx.optimizer.Optimizer) else None
 
-    def initializer(self, x: Any) -> base.GivenInitializer | list[
+    def initializer(self, x: Any) -> GivenInitializer | list[
             tuple[re.Pattern[str], Any]] | None:
         if isinstance(x, mx.init.Load):
             raise ValueError(

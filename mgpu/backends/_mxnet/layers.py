@@ -1,4 +1,4 @@
-"""Descriptions of Gluon's layers, as `mgpu.backends.base.Layer`."""
+"""Descriptions of Gluon's layers, as `mgpu.backends.probing.Layer`."""
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -6,8 +6,8 @@ from threading import get_ident
 from typing import Any
 
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends.base import (Layer, clipping, may_look_inside, named,
-                                own_kind)
+from mgpu.backends.probing import (Layer, clipping, may_look_inside, named,
+                                   own_kind)
 
 _LIB, c_str = mx.base._LIB, mx.base.c_str
 register = mx.ndarray.register

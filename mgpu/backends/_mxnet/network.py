@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends import base, containers, messages
+from mgpu.backends import containers, messages
 from mgpu.backends._mxnet.block_tree import is_array
 from mgpu.backends._mxnet.blocks import (named_blocks, named_parameters,
                                          own_init, parameters_of, shape_of,
@@ -20,6 +20,7 @@ from mgpu.backends._mxnet.limits import (check_layers, check_parameters,
 from mgpu.backends._mxnet.network_layers import NetworkLayers
 from mgpu.backends._mxnet.ops import is_np
 from mgpu.backends.containers import Batch, Call, Probed
+from mgpu.backends.network import BUFFERS, STATISTICS, Options, Spec, apart
 
 
 class MXNetNetwork(NetworkLayers):
@@ -27,7 +28,7 @@ class MXNetNetwork(NetworkLayers):
 
     def __init__(self, backend: Any, net: Any):
         super().__init__(backend, net)
-        self._options = base.Options()
+        self._options = Options()
         self._copies = ContextCopies(net, [])
         self._deferred = False      # whether Gluon allocates in a call
         self._named = named_parameters(net)
@@ -35,8 +36,8 @@ class MXNetNetwork(NetworkLayers):
         self._constants = {id(p): start for _, block in named_blocks(net)
                            for p, start in constants(block)}
 
-    def specs(self) -> list[base.Spec]:
-        return [base.Spec(
+    def specs(self) -> list[Spec]:
+        return [Spec(
             name, kind, shape_of(p), np.dtype(p.dtype).name, p.grad_req,
             own_init(p), p.lr_mult, p.wd_mult, self._constants.get(id(p)))
             for name, p, kind in self.entries]
@@ -132,7 +133,7 @@ class MXNetNetwork(NetworkLayers):
             raise
 
     def infer_shapes(self, inputs, device) -> None:
-        inputs = self.in_order(*base.apart(inputs))
+        inputs = self.in_order(*apart(inputs))
         context = self.backend.handle(device)
         with self._undone_by_errors():      # for an input of wrong shape
             self._allocate(context)
@@ -226,7 +227,7 @@ class MXNetNetwork(NetworkLayers):
         check_parameters(self.net, self.entries)
         check_layers(self.net, self.entries, dtype, devices)
 
-    def prepare(self, options: base.Options, devices: Sequence[Any]) -> None:
+    def prepare(self, options: Options, devices: Sequence[Any]) -> None:
         if options.autocast is not None:
             raise ValueError(
                 "autocast is not supported by the mxnet backend; received "
@@ -255,9 +256,9 @@ class MXNetNetwork(NetworkLayers):
             self.net, self.contexts, call=self._call,
             run=lambda thunks: self.runner(thunks), one_backward=True,
             statistics=[p for _, p, kind in self.entries
-                        if kind in base.STATISTICS],
+                        if kind in STATISTICS],
             buffers=[p for _, p, kind in self.entries
-                     if kind in base.BUFFERS])
+                     if kind in BUFFERS])
 
     # -- arrays ---------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends import base, messages
+from mgpu.backends import messages
 from mgpu.backends._mxnet.blocks import (is_known, kind_of, named_blocks,
                                          named_parameters, parameters_of)
 from mgpu.backends._mxnet.framework import mx
@@ -18,34 +18,37 @@ from mgpu.backends._mxnet.ops import is_np
 from mgpu.backends._mxnet.own_step import (MXNetParts, any_dtype_clipped,
                                            replaced)
 from mgpu.backends._workers import run_in_turn
+from mgpu.backends.network import (BUFFERS, STATISTICS, BatchNormCall, Network,
+                                   Runner)
+from mgpu.backends.probing import DrawMask, Layer, LayerCallback
 
 
-class NetworkLayers(base.Network):
-    """The methods of `base.Network` that access layers."""
+class NetworkLayers(Network):
+    """The methods of `Network` that access layers."""
 
     backend: Any
 
     def __init__(self, backend: Any, net: Any):
         self.backend, self.net = backend, net
-        self.functions: dict[str, base.Layer] = {}
+        self.functions: dict[str, Layer] = {}
         self.contexts: list[Any] = []       # of the devices
         #: runs the thunks of devices, which synchronize in `use_batch_norm`
-        self.runner: base.Runner = run_in_turn
+        self.runner: Runner = run_in_turn
         found: dict[int, Any] = {}
         for name, p in named_parameters(net).items():
             found.setdefault(id(p), (name, p, kind_of(name, p)))
         # Parameters first, then buffers, each in the order of the layers.
         self.entries = sorted(
-            found.values(), key=lambda entry: entry[2] in base.BUFFERS)
+            found.values(), key=lambda entry: entry[2] in BUFFERS)
         self._predicts = threading.RLock()      # threads share the layers
         blocks = [block for _, block in named_blocks(net)]
         self._norms = [x for x in blocks if isinstance(x, BATCH_NORM)]
         #: those that user code may call in predict_mode
         self._may_predict = [] if all(map(is_known, blocks)) else self._norms
 
-    def layers(self) -> list[base.Layer]:
+    def layers(self) -> list[Layer]:
         names = {id(p): name for name, p, _ in self.entries}
-        return [base.Layer(path, *describe(block), tuple(
+        return [Layer(path, *describe(block), tuple(
                     names[id(p)] for p in parameters_of(block)
                     if id(p) in names))
                 for path, block in self._leaves()]
@@ -74,7 +77,7 @@ class NetworkLayers(base.Network):
         return self.contexts.index(x.ctx) if x.ctx in self.contexts else 0
 
     @contextlib.contextmanager
-    def watch_layers(self, seen: base.LayerCallback) -> Iterator[None]:
+    def watch_layers(self, seen: LayerCallback) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(layer_by_layer(self.net))
             for path, block in self._leaves():
@@ -92,7 +95,7 @@ class NetworkLayers(base.Network):
             yield
 
     @contextlib.contextmanager
-    def use_masks(self, draw: base.DrawMask) -> Iterator[None]:
+    def use_masks(self, draw: DrawMask) -> Iterator[None]:
         def forward(layer: Any, x: Any) -> Any:
             return x * draw(x, layer._rate, tuple(layer._axes),
                             self.index(x))
@@ -126,7 +129,7 @@ class NetworkLayers(base.Network):
     def own_parts(self, parts) -> MXNetParts:
         trained, buffers = ({
             name: p for name, p, kind in self.entries
-            if (kind in base.BUFFERS) == is_buffer}
+            if (kind in BUFFERS) == is_buffer}
             for is_buffer in (False, True))
         return MXNetParts(trained, buffers, parts)
 
@@ -137,7 +140,7 @@ class NetworkLayers(base.Network):
         or of a block that calls F.BatchNorm."""
         held = {id(p) for block in self._norms for p in parameters_of(block)}
         return [name for name, p, kind in self.entries
-                if kind in base.STATISTICS and id(p) not in held]
+                if kind in STATISTICS and id(p) not in held]
 
     @contextlib.contextmanager
     def predicting(self, sync: bool) -> Iterator[None]:
@@ -188,7 +191,7 @@ class NetworkLayers(base.Network):
             gamma, beta, mean, var = (p.data(x.ctx) for p in (
                 layer.gamma, layer.beta, layer.running_mean,
                 layer.running_var))
-            y = normalize(base.BatchNormCall(
+            y = normalize(BatchNormCall(
                 x, None if kwargs["fix_gamma"] else gamma, beta, mean, var,
                 kwargs["eps"], float(np.float32(kwargs["momentum"])),
                 kwargs["axis"], path), self.index(x))

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends import base, messages
+from mgpu.backends import messages
 from mgpu.backends._mxnet.framework import mx
+from mgpu.backends.ops import Ops
 
 
 def is_np(x) -> bool:
@@ -47,7 +48,7 @@ def _binary(name: str) -> Any:
     return function
 
 
-class MXNetOps(base.Ops):
+class MXNetOps(Ops):
     """MXNet's functions under the names of `Ops`."""
 
     abs = _elementwise("abs")

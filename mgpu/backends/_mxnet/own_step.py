@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.backends import base, messages
+from mgpu.backends import messages
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import stored
+from mgpu.backends.probing import AVERAGE, AroundUpdate, Observed, OwnParts
 
 FAMILIES = {getattr(mx.optimizer, name): name.lower() for name in (
     "SGD", "NAG", "Adam", "Adamax", "Nadam", "RMSProp", "AdaGrad", "AdaDelta",
@@ -27,8 +28,8 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "groupadagrad": ("row_history",)}
 
 
-class MXNetParts(base.OwnParts):
-    """See `mgpu.backends.base.OwnParts`.
+class MXNetParts(OwnParts):
+    """See `mgpu.backends.probing.OwnParts`.
 
     Parameters
     ----------
@@ -122,7 +123,7 @@ class MXNetParts(base.OwnParts):
 
     def memory(self) -> tuple[dict[tuple[str, str], np.ndarray],
                               dict[str, int]]:
-        slots = {(name, base.AVERAGE): own[key].asnumpy()
+        slots = {(name, AVERAGE): own[key].asnumpy()
                  for name, (own, key) in self._average.items()}
         counts = {}
         for trainer, index, name in self._weights():
@@ -136,8 +137,8 @@ class MXNetParts(base.OwnParts):
 
     def load(self, slots, counts) -> None:
         for name, (own, key) in self._average.items():
-            if (name, base.AVERAGE) in slots:
-                own[key][:] = _array(slots[name, base.AVERAGE], own[key])
+            if (name, AVERAGE) in slots:
+                own[key][:] = _array(slots[name, AVERAGE], own[key])
         for trainer, index, name in self._weights():
             optimizer, updater = trainer.optimizer, trainer._updaters[0]
             own = optimizer._all_index_update_counts[0]
@@ -176,9 +177,9 @@ class MXNetParts(base.OwnParts):
     # -- a step -------------------------------------------------------------
 
     @contextlib.contextmanager
-    def observe(self, around: base.AroundUpdate | None = None
-                ) -> Iterator[base.Observed]:
-        seen = base.Observed()
+    def observe(self, around: AroundUpdate | None = None
+                ) -> Iterator[Observed]:
+        seen = Observed()
         #: gradients by weight, before their update
         waiting: dict[str, np.ndarray] = {}
         backward, function = mx.nd.NDArray.backward, mx.autograd.backward
@@ -227,7 +228,7 @@ class MXNetParts(base.OwnParts):
 class _Updater:
     """A Gluon updater that reports to `seen` and `updates`."""
 
-    def __init__(self, own: Any, names: list[str | None], seen: base.Observed,
+    def __init__(self, own: Any, names: list[str | None], seen: Observed,
                  updates: Callable[[list[str], float], Callable[[], None]]):
         self._own, self._names, self._seen = own, names, seen
         self._updates = updates

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends.base import Device
 from mgpu.backends.ledger import Ledgers
+from mgpu.backends.types import Device
 
 _LIB = mx.base._LIB
 _ledgers = Ledgers()

@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from mgpu.backends import base, messages
+from mgpu.backends import messages
+from mgpu.backends.network import BatchNormCall, Normalize
+from mgpu.backends.probing import DrawMask
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 INSTANCE_NORMS = (nn.modules.instancenorm._InstanceNorm,)
@@ -80,7 +82,7 @@ def _in_training(layer: nn.Module, forward: Forward) -> Forward:
     return either
 
 
-def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
+def gluon_batch_norm(call: BatchNormCall, index: int = 0) -> Any:
     """Batch norm in training with Gluon's arithmetic on CPUs.
 
     Normalizes with the biased variance of the batch, and updates the running
@@ -128,7 +130,7 @@ def moves_statistics(layer: nn.Module) -> bool:
 
 
 def batch_norm_call(layer: nn.Module, x: Any, path: str, keep: bool
-                    ) -> base.BatchNormCall:
+                    ) -> BatchNormCall:
     """The `BatchNormCall` of a training pass of `layer`. `keep`: whether to
     count it and update the running statistics."""
     # float32, as MXNet stores the momentum of a layer
@@ -143,12 +145,12 @@ def batch_norm_call(layer: nn.Module, x: Any, path: str, keep: bool
         mean, var = layer.running_mean, layer.running_var
         if not keep:   # with the same strides, as a graph may save them
             mean, var = mean.clone(), var.clone()
-    return base.BatchNormCall(x, layer.weight, layer.bias, mean, var,
-                              layer.eps, momentum, 1, path)
+    return BatchNormCall(x, layer.weight, layer.bias, mean, var,
+                         layer.eps, momentum, 1, path)
 
 
 def batch_norm_forward(layer: nn.Module, path: str,
-                       normalize: base.Normalize, index: int,
+                       normalize: Normalize, index: int,
                        keeps: Callable[[], bool]) -> Forward:
     """A ``forward`` for `layer` that calls `normalize`, and updates the
     running statistics if ``keeps()``."""
@@ -203,7 +205,7 @@ def dropout_forward(layer: nn.Module,
     return _in_training(layer, forward)
 
 
-def masked_forward(layer: nn.Module, draw: base.DrawMask, index: int,
+def masked_forward(layer: nn.Module, draw: DrawMask, index: int,
                    generator: Callable[[], torch.Generator | None],
                    again: dict[int, Any]) -> Forward:
     """A ``forward`` for the dropout layer `layer` with masks from `draw`.

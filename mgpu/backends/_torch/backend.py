@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mgpu.backends import base, messages
+from mgpu.backends import messages
 from mgpu.backends._allocator import keep_freed_memory
 from mgpu.backends._torch import modes, openmp, strict
 from mgpu.backends._torch.data_parallel import Arrays, DataParallel
@@ -20,10 +20,13 @@ from mgpu.backends._torch.ops import TorchOps, dtype_of
 from mgpu.backends._torch.streams import (Draws, aside, default_generators,
                                           undisturbed, watch)
 from mgpu.backends._workers import Workers, inside_worker, run_here
+from mgpu.backends.base import Backend
 from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
+from mgpu.backends.types import ContextManager, Device
 from mgpu.utils import environment
 from mgpu.utils.arguments import integer
+from mgpu.utils.signals import uninterrupted
 
 _recording: ContextVar[bool] = ContextVar("mgpu_recording", default=False)
 _training: ContextVar[bool] = ContextVar("mgpu_training", default=False)
@@ -53,7 +56,7 @@ def _waiting() -> Iterator[None]:
         yield
 
 
-class TorchBackend(Gradients, base.Backend):
+class TorchBackend(Gradients, Backend):
     """PyTorch as a backend of mgpu."""
 
     name = semantics = "torch"
@@ -61,6 +64,7 @@ class TorchBackend(Gradients, base.Backend):
     finds_failed = "CUDA_LAUNCH_BLOCKING=1"
     version = torch.__version__
     batch_arrays = Arrays
+    reads_streams = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,8 +169,7 @@ class TorchBackend(Gradients, base.Backend):
 
     def run_on_host_views(self, thunks, written) -> None:
         try:
-            self.uninterrupted(
-                lambda: self._workers.run(thunks, carry=False))
+            uninterrupted(lambda: self._workers.run(thunks, carry=False))
         finally:
             # A graph that needs the old values raises then.
             torch.autograd.graph.increment_version(written)
@@ -187,7 +190,7 @@ class TorchBackend(Gradients, base.Backend):
         torch.cuda.nccl.all_reduce(list(arrays),
                                    op={"sum": 0, "max": 2, "min": 3}[op])
 
-    def scope(self, recording=None, training=None) -> base.ContextManager:
+    def scope(self, recording=None, training=None) -> ContextManager:
         return Scope(_read_flags, _write_flags,
                      (recording, training, recording))
 
@@ -223,7 +226,7 @@ class TorchBackend(Gradients, base.Backend):
         finally:
             watch.check(before)
 
-    def carry(self) -> Callable[[], base.ContextManager]:
+    def carry(self) -> Callable[[], ContextManager]:
         grad = torch.is_grad_enabled()
         inference = torch.is_inference_mode_enabled()
         autocast = [(kind, torch.get_autocast_dtype(kind))
@@ -291,8 +294,8 @@ class TorchBackend(Gradients, base.Backend):
 
     def export_streams(self) -> dict[str, np.ndarray]:
         cpu, *gpus = default_generators()
-        streams = {(base.Device("cpu"), "default"): cpu, **{
-            (base.Device("gpu", i), "default"): gpu
+        streams = {(Device("cpu"), "default"): cpu, **{
+            (Device("gpu", i), "default"): gpu
             for i, gpu in enumerate(gpus)}, **self._generators}
         return {"seed": np.array(str(self._seed)), **{
             f"{device.kind} {device.index} {use}": stream.get_state().numpy()
@@ -314,7 +317,7 @@ class TorchBackend(Gradients, base.Backend):
     def draws(self, thunk, devices):
         for device in devices:      # otherwise created by a first pass
             self.generator(device), self.generator(device, "functional")
-        put_back = self._kept_streams()
+        put_back = self.fit_streams(self.export_streams())
         own = list(self._generators.values())
         try:
             for generator in (*default_generators(), *own):
@@ -334,7 +337,7 @@ class TorchBackend(Gradients, base.Backend):
         found = {}
         for name, state in streams.items():
             kind, index, use = name.split()
-            device = base.Device(("cpu", "gpu")[kind == "gpu"], int(index))
+            device = Device(("cpu", "gpu")[kind == "gpu"], int(index))
             found[device, use] = torch.Generator(self.handle(device))
             found[device, use].set_state(torch.from_numpy(state.copy()))
 
@@ -350,22 +353,19 @@ class TorchBackend(Gradients, base.Backend):
                                              device.index)
         return put_back
 
-    def _kept_streams(self) -> Callable[[], None]:
-        return self.fit_streams(self.export_streams())
-
     def drawing(self, stop: Sequence[Any]
-                ) -> Callable[[], base.ContextManager]:
+                ) -> Callable[[], ContextManager]:
         return partial(undisturbed, stop)
 
-    def device_threads(self) -> base.ContextManager:
+    def device_threads(self) -> ContextManager:
         return openmp.threads(self.threads)
 
-    def aside(self) -> base.ContextManager:
+    def aside(self) -> ContextManager:
         return aside()
 
     # -- debugging ----------------------------------------------------------
 
-    def strict(self, ledger: Any) -> base.ContextManager:
+    def strict(self, ledger: Any) -> ContextManager:
         return strict.strict(ledger)
 
     def wait_for(self, x: Any) -> None:

@@ -5,16 +5,13 @@ tree for each device, with private leaves for parameters. Those of device 0
 share the memory of the network; those of other devices are overwritten with
 its values.
 """
-import contextlib
 import copy
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import (Callable, Iterable, Iterator, Mapping,
-                             Sequence)
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -24,28 +21,15 @@ from mgpu.backends._torch import strict
 from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Ended, Joint,
                                            Runner, Sources, keep)
 from mgpu.backends._torch.graph import read
-from mgpu.backends._torch.streams import Turns, states, watched
+from mgpu.backends._torch.meaning import Meaning, Plan
+from mgpu.backends._torch.states import (MISSING, Changes, DeviceArrays,
+                                         DeviceAttributes)
+from mgpu.backends._torch.streams import Turns, states
 from mgpu.backends._torch.tree import (TABLES, Contents, Copies, Tree,
-                                       made_more, plain_network, redirect,
-                                       version)
+                                       is_tensor, made_more, plain_network,
+                                       redirect)
 from mgpu.backends._workers import inside_worker
 from mgpu.backends.containers import Batch, Call, Probed
-from mgpu.backends.other_batch import of_other_batch
-
-_MISSING = object()
-
-
-class _Held(NamedTuple):
-    """Array or attribute of a device.
-
-    Valid while the network has `original` at that `version`, and, if it is a
-    part of `original`, for batches of `size` examples.
-    """
-
-    original: Any
-    version: Any
-    value: Any
-    size: int | None = None
 
 
 class _Copy(NamedTuple):
@@ -59,89 +43,17 @@ class _Copy(NamedTuple):
     arrays: dict[int, torch.Tensor]     # id of an original -> copy
     stamps: list[tuple[int, int]]   # of `arrays`
 
-
-#: key of an attribute: (id of a module, name)
-_Place = tuple[int, str]
-
-
-class _Changes(NamedTuple):
-    """Attributes and buffers set by a forward pass."""
-
-    attributes: dict[_Place, Any]
-    buffers: dict[_Place, Any]
+    def written(self) -> set[int]:
+        """The ids of the originals of arrays written since `stamps`."""
+        return {key for key, old, new in zip(
+            self.arrays, self.stamps, _stamps(self.arrays.values()),
+            strict=True) if new != old}
 
 
 def _stamps(arrays: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     """Version and address of arrays, which change with writes."""
     return [(0 if x.is_inference() else x._version, x.data_ptr())
             for x in arrays]
-
-
-def is_tensor(x: Any) -> bool:
-    return isinstance(x, torch.Tensor)
-
-
-def on_one_device() -> bool:
-    """Whether the caller supports one device only: in the pass of a device,
-    torch.func, forward-mode derivatives, tracing or compilation."""
-    return (inside_worker() or torch.compiler.is_compiling()
-            or torch._C._functorch.peek_interpreter_stack() is not None
-            or torch.autograd.forward_ad._current_level >= 0
-            or torch.jit.is_tracing())
-
-
-class Plan(NamedTuple):
-    """Options of a pass.
-
-    Attributes
-    ----------
-    mode : object
-        Passes of the same mode draw the same random numbers.
-    together : Runner, optional
-        Runs devices that wait for each other.
-    dresses : bool
-        Whether `Meaning.dress` has effects.
-    compiles : bool
-        Whether compiled code runs.
-    own_statistics : bool
-        Whether each device has its own running statistics.
-    """
-
-    mode: Any = None
-    together: Runner | None = None
-    dresses: bool = False
-    compiles: bool = False
-    own_statistics: bool = False
-
-
-class Meaning:
-    """Semantics of a pass. This base class has those of the framework."""
-
-    def begin(self, active: Sequence[int], tree: Tree) -> Plan:
-        """Begin a pass of these devices."""
-        return Plan()
-
-    def dress(self, i: int, net: nn.Module, layers: Sequence[nn.Module]
-              ) -> None:
-        """Modify the copy of device `i` before its pass. `layers`: the copies
-        of the network's modules, in order."""
-
-    def call(self, i: int, net: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call ``net(*args, **kwargs)``, in the thread of device `i`."""
-        return net(*args, **kwargs)
-
-    def turn(self, i: int) -> contextlib.AbstractContextManager[
-            Callable[[], bool]]:
-        """Context manager for device `i` while no other device runs. Returns
-        a function that reports whether it has drawn random numbers."""
-        return watched()
-
-    def probing(self, i: int) -> contextlib.AbstractContextManager[Any]:
-        """Context manager for a pass of device `i` without side effects."""
-        return contextlib.nullcontext()
-
-    def allocated(self, i: int, arrays: Sequence[torch.Tensor]) -> None:
-        """Report new `arrays` on device `i`."""
 
 
 class DeviceCopies:
@@ -164,10 +76,8 @@ class DeviceCopies:
         self._meaning = meaning or Meaning()
         self._run, self._turns = run, Turns(run, self._meaning.turn)
         self._lock = threading.RLock()
-        self._arrays: list[dict[int, _Held]] = [{} for _ in devices]
-        #: running statistics of each device
-        self._own: list[dict[int, _Held]] = [{} for _ in devices]
-        self._attributes: list[dict[_Place, _Held]] = [{} for _ in devices]
+        self._arrays = DeviceArrays(self.devices, self._meaning.allocated)
+        self._attributes = DeviceAttributes(self.devices)
         self._plan = Plan()
         self._checked: Any = None
         self._tree: Tree | None = None      # of the last pass
@@ -176,9 +86,14 @@ class DeviceCopies:
             d.type != "cpu" for d in devices), self._lock)
 
     def takes_one_device(self) -> bool:
-        """Whether the network itself must be called: the caller supports one
-        device only, or parameters are lazy."""
-        return on_one_device() or any(map(is_lazy, self.net.parameters()))
+        """Whether the network itself must be called: in the pass of a device,
+        torch.func, forward-mode derivatives, tracing or compilation, or if
+        parameters are lazy."""
+        return (inside_worker() or torch.compiler.is_compiling()
+                or torch._C._functorch.peek_interpreter_stack() is not None
+                or torch.autograd.forward_ad._current_level >= 0
+                or torch.jit.is_tracing()
+                or any(map(is_lazy, self.net.parameters())))
 
     def run(self, calls: Mapping[int, Call], batch: Batch) -> dict[int, Any]:
         """Call the network on several devices.
@@ -206,14 +121,11 @@ class DeviceCopies:
             return self._pass(dict(calls), batch)
 
     def probe(self, call: Call, device: int) -> Probed | None:
-        """See `mgpu.backends.base.Network.probe`."""
+        """See `mgpu.backends.network.Network.probe`."""
         spare = DeviceCopies(self.net, self.devices, self._run, self._meaning)
         with self._lock, torch.random.fork_rng(), torch.no_grad(), \
                 self._meaning.probing(device):
-            spare._attributes[device] = {
-                key: one._replace(value=_clone(one.value,
-                                               self.devices[device], {}))
-                for key, one in self._attributes[device].items()}
+            spare._attributes = self._attributes.copy_of(device)
             made = spare._copy(device, self._read(), {}, None, private=True)
             for module in made.modules.values():
                 for table in ("_forward_hooks", "_forward_pre_hooks"):
@@ -252,84 +164,29 @@ class DeviceCopies:
             self._tree = tree
         return tree
 
-    def _overwrite(self, i: int, arrays: Sequence[torch.Tensor],
-                   some: bool = False) -> dict[int, Any]:
-        """Copy the values of `arrays` to device i. Returns its copies by id.
-        `some`: whether the network has other arrays."""
-        old, new, made = self._arrays[i], {}, []
-        same: tuple[list[Any], list[Any]] = [], []
-        written: tuple[list[Any], list[Any]] = [], []
-        for x in arrays:
-            held, source, now = old.get(id(x)), x.detach(), version(x)
-            if held is None or held.original is not x \
-                    or held.value.shape != x.shape \
-                    or held.value.dtype != x.dtype \
-                    or held.value.stride() != x.stride():
-                held = _Held(x, now, source.to(self.devices[i], copy=True))
-                made.append(held.value)
-            else:
-                pair = same if held.version == now \
-                    and not x.is_inference() else written
-                pair[0].append(held.value)
-                pair[1].append(source)
-                if pair is written:
-                    held = _Held(x, now, held.value)
-            new[id(x)] = held
-        if written[0]:
-            # torch raises in backward of a graph that needs the old values.
-            torch._foreach_copy_(*written, non_blocking=True)
-        if same[0]:     # ``p.data`` may have been written
-            with torch.autograd._unsafe_preserve_version_counter(
-                    tuple(same[0])):
-                torch._foreach_copy_(*same, non_blocking=True)
-        self._meaning.allocated(i, made)
-        self._arrays[i] = {**old, **new} if some else new
-        return {key: held.value for key, held in new.items()}
-
     def arrays(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """See `mgpu.backends.base.Network.arrays`, for the array `x`."""
+        """See `mgpu.backends.network.Network.arrays`, for the array `x`."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            found = [x]
-            for i in range(1, len(self.devices)):
-                own = self._own[i].get(id(x))
-                found.append(
-                    own.value if own is not None and _is_valid(own, x, None)
-                    else self._overwrite(i, [x], True)[id(x)])
-            return found
+            return self._arrays.of(x)
 
-    def keep_statistics(self, x: torch.Tensor, values: Sequence[torch.Tensor]
-                        ) -> None:
-        """Set the running statistic `x` to ``values[i]`` on device i."""
-        for i in range(1, len(self.devices)):
-            self._own[i][id(x)] = _Held(x, version(x), values[i])
-
-    def forget_statistics(self, x: torch.Tensor) -> None:
-        """Let all devices copy the running statistic `x` of the network."""
-        for own in self._own:
-            own.pop(id(x), None)
-
-    def _values(self, i: int, tree: Tree, private: bool
-                ) -> dict[int, torch.Tensor]:
-        """Values of the network's arrays on device i, by id."""
-        if not private:
-            return {key: x.detach() if x.requires_grad else x
-                    for key, x in tree.arrays.items()}
-        own = {}
-        if self._plan.own_statistics:
-            own = {key: one.value for key, one in self._own[i].items()
-                   if key in tree.arrays
-                   and _is_valid(one, tree.arrays[key], None)}
-        found = {**own, **self._overwrite(i, [
-            x for key, x in tree.arrays.items() if key not in own])}
-        return {key: found[key] for key in tree.arrays}
+    def keep_statistics(self, x: torch.Tensor,
+                        values: Sequence[torch.Tensor] = ()) -> None:
+        """Set the running statistic `x` to ``values[i]`` on device i; without
+        values, let all devices copy that of the network."""
+        self._arrays.keep(x, dict(enumerate(values)))
 
     def _copy(self, i: int, tree: Tree, sources: Sources, batch: Batch | None,
               plain: bool = False, private: bool = False) -> _Copy:
         """Copy the network for device i. `plain`: with the arrays of the
         network. `private`: without sharing its memory."""
         leaves: Sources = {}
-        arrays = dict(tree.arrays) if plain \
-            else self._values(i, tree, private)
+        arrays = dict(tree.arrays)
+        if private:
+            arrays = self._arrays.overwrite(i, arrays,
+                                            self._plan.own_statistics)
+        elif not plain:
+            arrays = {key: x.detach() if x.requires_grad else x
+                      for key, x in arrays.items()}
         for key, x in () if plain else tree.arrays.items():
             if isinstance(x, nn.Parameter):
                 value = torch.Tensor._make_subclass(type(x), arrays[key],
@@ -355,44 +212,15 @@ class DeviceCopies:
                               for name, x in own[table].items()}
             own.pop("_compiled_call_impl", None)
             object.__setattr__(modules[key], "__dict__", own)
-        clones: dict[int, Any] = {}
-        held: dict[_Place, _Held] = {}
-        mutable = tree.values if private else {}
-        for place in {**tree.references, **mutable, **self._attributes[i]}:
-            key, name = place
-            if key not in modules or name not in vars(modules[key]):
-                continue
-            x = shown = vars(modules[key])[name]
-            one = known = self._attributes[i].get(place)
-            if one is not None and one.size is None and tree.shares(x):
-                one = None      # a view of a parameter, without a version
-            elif one is not None and not _is_valid(one, x, batch):
-                one = _part(one, x, i, self.devices[i], batch)
-            if one is None and place in mutable:
-                one = _Held(x, version(x), _clone(x, self.devices[i], clones))
-            if known is not None and known.size and _is_valid(known, x, None):
-                held[place] = known     # possibly of another batch size
-            elif one is not None:
-                held[place] = one
-            if one is not None:
-                x = one.value
+        for (key, name), (x, lacks) in self._attributes.begin(
+                i, tree, batch, private).items():
             if not plain:
                 x = containers.replace(x, is_tensor, functools.partial(
                     _entered, sources, leaves))
             x = redirect(x, memo)
-            if one is None and known is not None and not plain \
-                    and batch is not None and known.size \
-                    and _is_of_other_batch(known, shown, batch):
-                start, stop = batch.bounds[i]
-                x = of_other_batch(
-                    x, known.value, is_tensor,
-                    f"{type(modules[key]).__name__}.{name}",
-                    (known.size, batch.bounds[-1][1], stop - start),
-                    self.devices[i])
-            vars(modules[key])[name] = x
+            vars(modules[key])[name] = lacks(x) if lacks and not plain else x
         copies = list(modules.values())
         self._meaning.dress(i, copies[0], copies[:len(tree.paths)])
-        self._attributes[i] = held
         return _Copy(copies[0], leaves, originals, modules, Contents(copies),
                      {} if plain else arrays,
                      [] if plain else _stamps(arrays.values()))
@@ -400,16 +228,11 @@ class DeviceCopies:
     # -- attributes and buffers set by forward --------------------------------
 
     def _check_writes(self, tree: Tree, copies: dict[int, _Copy],
-                      changes: dict[int, _Changes]) -> None:
+                      changes: dict[int, Changes]) -> None:
         """Raise RuntimeError if forward has written to a parameter, or
         different values to a buffer on the devices. The buffers of norm
         layers are a device's own."""
-        written: set[int] = set()
-        for made in copies.values():
-            stamps = _stamps(made.arrays.values())
-            if stamps != made.stamps:
-                written |= {key for key, old, new in zip(
-                    made.arrays, made.stamps, stamps) if new != old}
+        written = {key for made in copies.values() for key in made.written()}
         places = {place for one in changes.values() for place in one.buffers}
         # Through ``x.data`` writes are not counted.
         buffers = tree.buffers_on_cpu if len(copies) > 1 else set()
@@ -441,69 +264,19 @@ class DeviceCopies:
                                           *self.net.named_buffers())
                      if id(x) == key), "that an attribute has")
 
-    def _commit(self, tree: Tree, changes: dict[int, _Changes], batch: Batch
-                ) -> None:
-        """Set the attributes of the network: joined like outputs, or the
-        value of device 0. Each device keeps its own value."""
-        first = min(changes)
-        places = {place: None for i in changes
-                  for place in changes[i].attributes}
-        for place in places:
-            module, name = tree.by_id[place[0]], place[1]
-            values = {i: c.attributes[place] for i, c in changes.items()
-                      if place in c.attributes}
-            shown, size = values.get(first), None
-            if len(values) == len(changes) and len(self.devices) > 1 \
-                    and not any(x is _MISSING for x in values.values()) \
-                    and containers.arrays_in(shown, is_tensor):
-                with contextlib.suppress(ValueError):
-                    shown = batch.join(
-                        list(values.values()),
-                        f"{type(module).__name__}.{name}", place)
-                    size = batch.bounds[-1][1]
-            if shown is _MISSING:
-                vars(module).pop(name, None)
-            elif first in values:
-                vars(module)[name] = shown
-            for i, x in values.items():
-                if x is not _MISSING and (i or size is not None):
-                    self._attributes[i][place] = _Held(
-                        vars(module).get(name), 0, x, size)
-        for (key, name), x in changes[first].buffers.items():
-            tree.by_id[key]._buffers[name] = x
-        for i, held in enumerate(self._attributes):
-            for place, one in list(held.items()):
-                now = version(one.original)
-                if i and i not in changes and one.version != now:
-                    del held[place]     # without examples
-                else:       # written in place on device 0
-                    held[place] = one._replace(version=now)
-
     def _commit_buffers(self, tree: Tree, copies: dict[int, _Copy]) -> None:
-        """Copy buffers written by the first device to the network."""
-        first = min(copies)
-        if first:
-            values = copies[first].arrays.values()
-            # torch's batch norm does not increment their version.
-            uncounted = {id(x) for x in tree.statistics
-                         if self._plan.own_statistics}
-            for x, value, old, new in zip(
-                    tree.arrays.values(), values, copies[first].stamps,
-                    _stamps(values), strict=True):
-                if (new != old or id(x) in uncounted) \
-                        and value.shape == x.shape \
-                        and not isinstance(x, nn.Parameter):
-                    x.copy_(value)
-        if not self._plan.own_statistics:
-            return
-        for i in range(1, len(self.devices)):
-            for x in tree.statistics:
-                if i in copies:
-                    self._own[i][id(x)] = _Held(
-                        x, version(x), copies[i].arrays[id(x)])
-                    self._arrays[i].pop(id(x), None)
-                else:
-                    self._own[i].pop(id(x), None)
+        """Copy buffers written by the first device to the network, and keep
+        the running statistics of the others."""
+        first = copies[min(copies)]
+        # torch's batch norm does not increment their version.
+        statistics = tree.statistics if self._plan.own_statistics else []
+        if 0 not in copies:
+            for key in first.written().union(map(id, statistics)):
+                if first.arrays[key].shape == tree.arrays[key].shape:
+                    tree.arrays[key].copy_(first.arrays[key])
+        for x in statistics:
+            self._arrays.keep(x, {i: made.arrays[id(x)]
+                                  for i, made in copies.items() if i})
 
     # -- passes ---------------------------------------------------------------
 
@@ -545,13 +318,13 @@ class DeviceCopies:
         elif recorded:
             self._join(tree, sources, copies, outputs, changes,
                        together is not None, ended)
-        self._commit(tree, changes, batch)
+        self._attributes.end(tree, changes, batch)
         with torch.inference_mode(False), torch.no_grad():
             self._commit_buffers(tree, copies)
         return outputs
 
     def _join(self, tree: Tree, sources: Sources, copies: dict[int, _Copy],
-              outputs: dict[int, Any], changes: dict[int, _Changes],
+              outputs: dict[int, Any], changes: dict[int, Changes],
               connected: bool, ended: Ended) -> None:
         """Connect outputs and attributes with the network's tensors."""
         graphs = {i: DeviceGraph(copies[i].leaves, *_roots(
@@ -575,8 +348,8 @@ class DeviceCopies:
         After the `last` one, the copies share the attributes of the network,
         except `compiled` ones, which are reused."""
         if not all(made.contents.are_same() for made in copies.values()):
-            self._commit(tree, {i: _changes(tree, made)
-                                for i, made in copies.items()}, batch)
+            self._attributes.end(tree, {
+                i: _changes(tree, made) for i, made in copies.items()}, batch)
         for made in copies.values() if last and not compiled else ():
             for key, module in tree.by_id.items():
                 object.__setattr__(made.modules[key], "__dict__",
@@ -622,32 +395,6 @@ def _are_alike(x: torch.Tensor, y: torch.Tensor) -> bool:
     return torch.allclose(x, y, digits, bound, equal_nan=True)
 
 
-def _is_valid(one: _Held, x: Any, batch: Batch | None) -> bool:
-    """Whether a device's value is valid for the network's value `x`."""
-    return one.original is x and one.version == version(x) and (
-        one.size is None or batch is None or one.size == batch.bounds[-1][1])
-
-
-def _part(one: _Held, x: Any, i: int, device: torch.device,
-          batch: Batch | None) -> _Held | None:
-    """A device's part of a value that the user has set instead of a joined
-    one. None if the value is used by all devices."""
-    if batch is None or one.size is None \
-            or _is_of_other_batch(one, x, batch) \
-            or not containers.have_form(x, one.original, is_tensor, one.size,
-                                        batch.bounds[-1][1]):
-        return None
-    start, stop = batch.bounds[i]
-    return _Held(x, version(x), batch.split_like(
-        x, one.original, one.value, start, stop, device), batch.bounds[-1][1])
-
-
-def _is_of_other_batch(one: _Held, x: Any, batch: Batch | None) -> bool:
-    """Whether `x` was set by a batch of another size."""
-    return batch is not None and one.original is x \
-        and one.size not in (None, batch.bounds[-1][1])
-
-
 def _recorded(x: Any) -> list[torch.Tensor]:
     return [t for t in containers.arrays_in(x, is_tensor) if t.requires_grad]
 
@@ -676,28 +423,9 @@ def _reached(graphs: dict[int, DeviceGraph], sources: Sources) -> Sources:
                 for graph in graphs.values())}
 
 
-def _clone(x: Any, device: torch.device, memo: dict[int, Any]) -> Any:
-    """Copy tensors, NumPy arrays and containers to a device. Other objects
-    are shared."""
-    if id(x) in memo:
-        return memo[id(x)]
-    if isinstance(x, torch.Tensor):
-        new = x.detach().to(device, copy=True)
-    elif isinstance(x, (np.ndarray, bytearray, set)):
-        new = x.copy()
-    else:
-        found = containers.parts(x)
-        if found is None:
-            return x
-        new = containers.rebuild(x, found[0], [
-            _clone(value, device, memo) for value in found[1]])
-    memo[id(x)] = new
-    return new
-
-
-def _changes(tree: Tree, copy: _Copy) -> _Changes:
+def _changes(tree: Tree, copy: _Copy) -> Changes:
     """Attributes and buffers set in `copy` since the last call."""
-    found = _Changes({}, {})
+    found = Changes({}, {})
     if copy.contents.are_same():
         return found
     for (key, module), (before, parameters, buffers, modules) in zip(
@@ -717,14 +445,14 @@ def _changes(tree: Tree, copy: _Copy) -> _Changes:
                               (found.buffers, buffers, after["_buffers"])):
             own.update({(key, name): redirect(x, copy.originals)
                         for name, x in new.items()
-                        if old.get(name, _MISSING) is not x})
-        found.attributes.update({(key, name): _MISSING for name in before
+                        if old.get(name, MISSING) is not x})
+        found.attributes.update({(key, name): MISSING for name in before
                                  if name not in after})
     copy.contents.read()
     return found
 
 
-def _roots(tree: Tree, output: Any, changes: _Changes
+def _roots(tree: Tree, output: Any, changes: Changes
            ) -> tuple[list[torch.Tensor], list[str | None]]:
     """The tensors of a pass that require a gradient, and the names of those
     in attributes."""

@@ -17,7 +17,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from mgpu.backends.base import Float32Functions
+from mgpu.backends.probing import Float32Functions
+
 
 _SELU = tuple(float(np.float32(x)) for x in (
     1.6732632423543772848170429916717, 1.0507009873554804934193349852946))

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from mgpu.backends import base
 from mgpu.backends._torch import initial, own_step
 from mgpu.backends._torch.own_step import FAMILIES
+from mgpu.backends.native_objects import (Given, GivenInitializer, Memory,
+                                          OptimizerGroup, OptimizerObject)
+from mgpu.backends.network import Network
 
 #: torch's option names -> those of `mgpu.optimizers`, if they differ
 _OPTIONS = {"lr": "learning_rate", "weight_decay": "wd"}
@@ -17,13 +19,13 @@ _OPTIONS = {"lr": "learning_rate", "weight_decay": "wd"}
 _PARAMETERS = ("params", "param_names")
 
 
-class TorchOptimizer(base.OptimizerObject):
+class TorchOptimizer(OptimizerObject):
     """A `torch.optim.Optimizer` of any class, including user-defined ones."""
 
     semantics = "torch"
     takes_schedule = False
 
-    def __init__(self, x: Any, network: base.Network):
+    def __init__(self, x: Any, network: Network):
         super().__init__(x)
         self._network = network
         if not self.names():
@@ -94,8 +96,8 @@ class TorchOptimizer(base.OptimizerObject):
                 "for group in optimizer.param_groups: group['lr'] = ...")
         _write(self.object, [{"lr": rate}] * len(groups))
 
-    def groups(self) -> list[base.OptimizerGroup]:
-        return [base.OptimizerGroup(
+    def groups(self) -> list[OptimizerGroup]:
+        return [OptimizerGroup(
             frozenset(names), _family(self.object, group),
             {_OPTIONS.get(key, key): x for key, x in _plain(group).items()})
             for group, names in zip(self.object.param_groups,
@@ -114,7 +116,7 @@ class TorchOptimizer(base.OptimizerObject):
             self._names_by_group(), self.object.param_groups, strict=True)
             for name, x in zip(names, group["params"], strict=True)}
 
-    def memory(self) -> base.Memory:
+    def memory(self) -> Memory:
         return own_step.read_memory(self.object, self._arrays())
 
     def load(self, memory, arrays) -> None:
@@ -181,15 +183,15 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-class PyTorchGiven(base.Given):
+class PyTorchGiven(Given):
     """Optimizers and initializers of PyTorch."""
 
-    def optimizer(self, x: Any, network: base.Network
-                  ) -> base.OptimizerObject | None:
+    def optimizer(self, x: Any, network: Network
+                  ) -> OptimizerObject | None:
         return TorchOptimizer(x, network) \
             if isinstance(x, torch.optim.Optimizer) else None
 
-    def initializer(self, x: Any) -> base.GivenInitializer | None:
+    def initializer(self, x: Any) -> GivenInitializer | None:
         return initial.initializer(x)
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch.nn import init
 
-from mgpu.backends import base
 from mgpu.backends._torch.streams import standing_in
+from mgpu.backends.native_objects import GivenInitializer
 
 _FUNCTIONS = [getattr(init, name) for name in (
     "uniform_", "normal_", "trunc_normal_", "xavier_uniform_",
@@ -16,7 +16,7 @@ _FUNCTIONS = [getattr(init, name) for name in (
     "sparse_", "constant_", "zeros_", "ones_", "eye_", "dirac_")]
 
 
-class TorchDraws(base.GivenInitializer):
+class TorchDraws(GivenInitializer):
     """A function of ``torch.nn.init``, with options.
 
     Computes on the host in float64, so both backends and all devices have the

@@ -1,4 +1,4 @@
-"""Descriptions of torch's layers, as `mgpu.backends.base.Layer`."""
+"""Descriptions of torch's layers, as `mgpu.backends.probing.Layer`."""
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +9,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from mgpu.backends._torch.arithmetic import BATCH_NORMS, takes_masks
-from mgpu.backends.base import (Layer, LayerCallback, clipping,
-                                may_look_inside, named, own_kind)
+from mgpu.backends.probing import (Layer, LayerCallback, clipping,
+                                   may_look_inside, named, own_kind)
 
 _Conv = nn.modules.conv._ConvNd
 _ConvTranspose = nn.modules.conv._ConvTransposeNd

@@ -1,4 +1,4 @@
-"""Passes of `Replicas`: a torch network with Gluon's semantics.
+"""Semantics of a pass: the framework's own, and Gluon's, for `Replicas`.
 
 Only the copies of modules in a pass are changed, not the user's modules.
 """
@@ -6,13 +6,13 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from mgpu.backends import base, messages
+from mgpu.backends import messages
 from mgpu.backends._torch import strict
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              INSTANCE_NORMS,
@@ -22,19 +22,75 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              dropout_forward,
                                              gluon_batch_norm, masked_forward,
                                              takes_masks)
+from mgpu.backends._torch.boundary import Runner
 from mgpu.backends._torch.compiled import (TICKET, Compiled, Ticket,
                                            define_mask)
-from mgpu.backends._torch.copies import Meaning, Plan
 from mgpu.backends._torch.float32 import AsMXNet
 from mgpu.backends._torch.graph import recomputing
 from mgpu.backends._torch.layers import Between, in_place_of, is_open
 from mgpu.backends._torch.modes import saving
 from mgpu.backends._torch.ops import dtype_of
-from mgpu.backends._torch.streams import standing_in, take_turn
+from mgpu.backends._torch.streams import standing_in, take_turn, watched
 from mgpu.backends._torch.tree import Tree
+from mgpu.backends.network import Options
+from mgpu.backends.probing import LayerCallback
 
 if TYPE_CHECKING:
     from mgpu.backends._torch.network import TorchNetwork
+
+
+class Plan(NamedTuple):
+    """Options of a pass.
+
+    Attributes
+    ----------
+    mode : object
+        Passes of the same mode draw the same random numbers.
+    together : Runner, optional
+        Runs devices that wait for each other.
+    dresses : bool
+        Whether `Meaning.dress` has effects.
+    compiles : bool
+        Whether compiled code runs.
+    own_statistics : bool
+        Whether each device has its own running statistics.
+    """
+
+    mode: Any = None
+    together: Runner | None = None
+    dresses: bool = False
+    compiles: bool = False
+    own_statistics: bool = False
+
+
+class Meaning:
+    """Semantics of a pass. This base class has those of the framework."""
+
+    def begin(self, active: Sequence[int], tree: Tree) -> Plan:
+        """Begin a pass of these devices."""
+        return Plan()
+
+    def dress(self, i: int, net: nn.Module, layers: Sequence[nn.Module]
+              ) -> None:
+        """Modify the copy of device `i` before its pass. `layers`: the copies
+        of the network's modules, in order."""
+
+    def call(self, i: int, net: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call ``net(*args, **kwargs)``, in the thread of device `i`."""
+        return net(*args, **kwargs)
+
+    def turn(self, i: int) -> contextlib.AbstractContextManager[
+            Callable[[], bool]]:
+        """Context manager for device `i` while no other device runs. Returns
+        a function that reports whether it has drawn random numbers."""
+        return watched()
+
+    def probing(self, i: int) -> contextlib.AbstractContextManager[Any]:
+        """Context manager for a pass of device `i` without side effects."""
+        return contextlib.nullcontext()
+
+    def allocated(self, i: int, arrays: Sequence[torch.Tensor]) -> None:
+        """Report new `arrays` on device `i`."""
 
 
 class GluonMeaning(Meaning):
@@ -277,7 +333,7 @@ def innermost(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def watch_layer(module: nn.Module, path: str, index: int, between: Between,
-                seen: base.LayerCallback) -> list[Any]:
+                seen: LayerCallback) -> list[Any]:
     """Call `seen` after each call of an innermost layer. Returns handles."""
     given: list[Any] = []
     closed = not is_open(module)
@@ -307,7 +363,7 @@ def channels_last(x: Any) -> Any:
         if isinstance(x, torch.Tensor) and x.dim() == 4 else x
 
 
-def autocast(handle: torch.device, options: base.Options) -> Any:
+def autocast(handle: torch.device, options: Options) -> Any:
     """Torch's autocast for `Options.autocast`."""
     # No cache of cast weights: usually a pass uses each weight once, and all
     # threads share the cache.
@@ -315,7 +371,7 @@ def autocast(handle: torch.device, options: base.Options) -> Any:
                           cache_enabled=False)
 
 
-def widened(options: base.Options, x: Any) -> Any:
+def widened(options: Options, x: Any) -> Any:
     """Cast an output of autocast to float32, for sums and NumPy."""
     narrow = dtype_of(options.autocast)
     return tree_map(lambda t: t.float() if isinstance(t, torch.Tensor)

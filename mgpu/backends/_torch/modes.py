@@ -12,9 +12,9 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack as _operations)
 
-from mgpu.backends import base
 from mgpu.backends._torch import strict
 from mgpu.backends._torch.streams import Draws
+from mgpu.backends.types import ContextManager
 
 
 def saving() -> Any:
@@ -37,7 +37,7 @@ def watching() -> str | None:
         for hook in hooks) else "saved_tensors_hooks"
 
 
-def carried() -> Callable[[], base.ContextManager]:
+def carried() -> Callable[[], ContextManager]:
     """A function that returns a context manager with the modes of this thread
     for another one: the default device, modes of mgpu, and torch's own
     saved-tensor hooks."""

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mgpu.backends._torch.arithmetic import BATCH_NORMS
-from mgpu.backends.base import STATISTICS
+from mgpu.backends.network import STATISTICS
 
 NORMS = (*BATCH_NORMS, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm,
          nn.GroupNorm)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from mgpu.backends import base, messages
+from mgpu.backends import messages
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              check_joined, computes_itself,
                                              is_gluons_dropout,
@@ -31,12 +31,17 @@ from mgpu.backends._torch.ops import dtype_of, name_of_dtype
 from mgpu.backends._torch.own_step import MaskedFunctions, TorchParts
 from mgpu.backends._torch.streams import watch
 from mgpu.backends.containers import ONE
+from mgpu.backends.network import (Network, Normalize, Options, Runner, Spec,
+                                   forward_call)
+from mgpu.backends.probing import (DrawMask, Float32Functions, Layer,
+                                   LayerCallback)
+from mgpu.backends.types import ContextManager
 
 # Tensors created in inference mode cannot be trained.
 _to_be_trained = torch.inference_mode(False)
 
 
-class TorchNetwork(base.Network):
+class TorchNetwork(Network):
     """A module of the user, and its copies on several devices."""
 
     backend: Any
@@ -44,19 +49,19 @@ class TorchNetwork(base.Network):
 
     def __init__(self, backend: Any, net: nn.Module):
         self.backend, self.net = backend, net
-        self.normalize: base.Normalize | None = None
-        self.runner: base.Runner | None = None      # if devices synchronize
-        self.functions: dict[str, base.Layer] = {}
-        self.draw_mask: base.DrawMask | None = None
-        self.seen: base.LayerCallback | None = None
-        self.options = base.Options()
-        self.float32: base.Float32Functions = base.Float32Functions()
+        self.normalize: Normalize | None = None
+        self.runner: Runner | None = None      # if devices synchronize
+        self.functions: dict[str, Layer] = {}
+        self.draw_mask: DrawMask | None = None
+        self.seen: LayerCallback | None = None
+        self.options = Options()
+        self.float32: Float32Functions = Float32Functions()
         #: table, key in it, and mgpu's name of each array
         self._placed: list[tuple[dict[str, Any], str, str]] = []
         self._copies: DeviceCopies
 
-    def specs(self) -> list[base.Spec]:
-        return [base.Spec(
+    def specs(self) -> list[Spec]:
+        return [Spec(
             e.name, kind_of(e), None if is_lazy(e.tensor)
             else tuple(e.tensor.shape), name_of_dtype(e.tensor),
             "null" if e.table == "_buffers"
@@ -107,7 +112,7 @@ class TorchNetwork(base.Network):
         try:
             self.net.eval()
             with torch.no_grad():
-                base.forward_call(self.net, inputs)()
+                forward_call(self.net, inputs)()
         except BaseException:       # for example a wrong input shape
             make_lazy()
             self.net.to(home)
@@ -212,7 +217,7 @@ class TorchNetwork(base.Network):
                 "because it counts indices per device; received it in "
                 f"{counted}. Use one device, or scale_grad_by_freq=False.")
 
-    def prepare(self, options: base.Options, devices: Sequence[Any]) -> None:
+    def prepare(self, options: Options, devices: Sequence[Any]) -> None:
         if options.hybridize:
             cumulative = [path for path, m in self.net.named_modules()
                           if isinstance(m, BATCH_NORMS)
@@ -234,7 +239,7 @@ class TorchNetwork(base.Network):
         return self.seen is not None or self.normalize is not None \
             or self.draw_mask is not None
 
-    def autocast(self, devices) -> base.ContextManager:
+    def autocast(self, devices) -> ContextManager:
         if self.options.autocast is None:
             return contextlib.nullcontext()
         return autocast(self.backend.handle(devices[0]), self.options)
@@ -278,7 +283,7 @@ class TorchNetwork(base.Network):
         self._copies.keep_statistics(x, values)
 
     def written(self, number) -> None:
-        self._copies.forget_statistics(self.array(number))
+        self._copies.keep_statistics(self.array(number))
 
     def run(self, calls, batch) -> dict[int, Any]:
         return self._copies.run(calls, batch)
@@ -337,9 +342,9 @@ class TorchNetwork(base.Network):
                 "predictions without them.")
         return True
 
-    def layers(self) -> list[base.Layer]:
+    def layers(self) -> list[Layer]:
         names = {id(e.tensor): e.name for e in entries_of(self.net)}
-        return [base.Layer(path, *describe(module), tuple(
+        return [Layer(path, *describe(module), tuple(
                     names[id(x)] for which in ("parameters", "buffers")
                     for x in getattr(module, which)()))
                 for path, module in innermost(self.net)]

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from mgpu.backends import base, messages
+from mgpu.backends import messages
+from mgpu.backends.ops import Ops
 
 
 def _elementwise(compute: Callable[[Any], Any]) -> Any:
@@ -14,7 +15,7 @@ def _elementwise(compute: Callable[[Any], Any]) -> Any:
     return function
 
 
-class TorchOps(base.Ops):
+class TorchOps(Ops):
     """Torch's functions under the names of `Ops`."""
 
     abs = _elementwise(torch.abs)

@@ -13,8 +13,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from mgpu.backends import base, messages
+from mgpu.backends import messages
 from mgpu.backends._torch.arithmetic import take_number
+from mgpu.backends.native_objects import Memory
+from mgpu.backends.probing import (AVERAGE, AroundUpdate, DrawMask, Observed,
+                                   OwnParts)
 
 #: class -> rule of mgpu; exact classes, as a subclass may differ
 FAMILIES = {getattr(torch.optim, name): name.lower() for name in (
@@ -37,8 +40,8 @@ _KEYS = {"sgd": ("momentum_buffer",), "nag": ("momentum_buffer",),
          "adagrad": ("sum",), "adadelta": ("square_avg", "acc_delta")}
 
 
-class TorchParts(base.OwnParts):
-    """See `mgpu.backends.base.OwnParts`.
+class TorchParts(OwnParts):
+    """See `mgpu.backends.probing.OwnParts`.
 
     Parameters
     ----------
@@ -135,7 +138,7 @@ class TorchParts(base.OwnParts):
 
     def memory(self) -> tuple[dict[tuple[str, str], np.ndarray],
                               dict[str, int]]:
-        slots = {(name, base.AVERAGE): _to_numpy(own[key])
+        slots = {(name, AVERAGE): _to_numpy(own[key])
                  for name, (own, key) in self._average.items()}
         for optimizer in self._optimizers if self.rule else ():
             own, counts = read_memory(optimizer, self._moved_by(optimizer))
@@ -151,8 +154,8 @@ class TorchParts(base.OwnParts):
         self._counts = dict(counts)
         with torch.no_grad():
             for name, (own, key) in self._average.items():
-                if (name, base.AVERAGE) in slots:
-                    own[key].copy_(torch.from_numpy(slots[name, base.AVERAGE]))
+                if (name, AVERAGE) in slots:
+                    own[key].copy_(torch.from_numpy(slots[name, AVERAGE]))
         for optimizer in self._optimizers if self.rule else ():
             write_memory(optimizer, self._moved_by(optimizer), slots, counts)
 
@@ -184,10 +187,10 @@ class TorchParts(base.OwnParts):
     # -- a step -------------------------------------------------------------
 
     @contextlib.contextmanager
-    def observe(self, around: base.AroundUpdate | None = None
-                ) -> Iterator[base.Observed]:
+    def observe(self, around: AroundUpdate | None = None
+                ) -> Iterator[Observed]:
         scale = float(self._scalers[0].get_scale()) if self._scalers else 1.0
-        seen = base.Observed(loss_scale=scale)
+        seen = Observed(loss_scale=scale)
         #: gradients by weight, before their update
         waiting: dict[str, np.ndarray] = {}
         after: list[Callable[[], None]] = []
@@ -239,7 +242,7 @@ class TorchParts(base.OwnParts):
         seen.left = {**waiting, **seen.left}
 
 
-def read_memory(optimizer: Any, arrays: Mapping[str, Any]) -> base.Memory:
+def read_memory(optimizer: Any, arrays: Mapping[str, Any]) -> Memory:
     """State of `optimizer` for `arrays`. Slots are named as in
     `mgpu.optimizers` for the classes in `FAMILIES`, as in torch for others."""
     slots: dict[tuple[str, str], np.ndarray] = {}
@@ -332,7 +335,7 @@ class MaskedFunctions(TorchFunctionMode):
     """Mode in which ``F.dropout`` takes masks from `draw`. Recomputed calls
     in a checkpoint have the same mask."""
 
-    def __init__(self, draw: base.DrawMask, again: dict[int, Any]):
+    def __init__(self, draw: DrawMask, again: dict[int, Any]):
         super().__init__()
         self._draw, self._again = draw, again
 

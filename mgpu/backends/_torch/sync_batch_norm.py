@@ -12,7 +12,7 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS,
                                              check_joined, computes_itself,
                                              moves_statistics)
 from mgpu.backends._torch.boundary import Runner
-from mgpu.backends._torch.copies import Meaning, Plan
+from mgpu.backends._torch.meaning import Meaning, Plan
 from mgpu.backends._torch.tree import Tree
 
 #: mean(index, layer, moment, count, sums, like) returns the sums of all

@@ -12,7 +12,7 @@ from torch import nn
 
 from mgpu.backends import containers
 from mgpu.backends._torch.names import NORMS
-from mgpu.backends.base import STATISTICS
+from mgpu.backends.network import STATISTICS
 
 _INTERNAL = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
 _HOOKS = frozenset(name for name in _INTERNAL if name.endswith("hooks"))
@@ -31,6 +31,10 @@ _UNSUPPORTED = {"ScriptModule", "DistributedDataParallel", "DataParallel",
 def plain_network(net: nn.Module) -> nn.Module:
     """The module wrapped by `torch.compile`, or `net`."""
     return getattr(net, "_orig_mod", net)
+
+
+def is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
 
 
 def made_more(module: nn.Module) -> RuntimeError:
@@ -190,9 +194,8 @@ class Tree:
 
     def shares(self, x: Any) -> bool:
         """Whether an array in `x` shares memory with one of `arrays`."""
-        found = [t for t in containers.arrays_in(
-            x, lambda t: isinstance(t, torch.Tensor))
-            if t.layout is torch.strided]
+        found = [t for t in containers.arrays_in(x, is_tensor)
+                 if t.layout is torch.strided]
         return bool(found) and not {
             t.untyped_storage().data_ptr() for t in found}.isdisjoint(
             t.untyped_storage().data_ptr() for t in self.arrays.values()

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from mgpu import distributed
-from mgpu.backends import backend_for, base, give_back, messages
+from mgpu.backends import Backend, backend_for, give_back, messages
 from mgpu.backends.device import Device, as_devices
+from mgpu.backends.network import Network, Options, Spec
 from mgpu.data.inputs import inputs_for
 from mgpu.data.nested import map_leaves
 from mgpu.nn import initializers
@@ -30,7 +31,7 @@ class Drawing:
     Raises what `initialize` does of its arguments `init` and `seed`.
     """
 
-    def __init__(self, network: base.Network, init: Any, seed: int | None,
+    def __init__(self, network: Network, init: Any, seed: int | None,
                  force_reinit: bool, dtype: str | None) -> None:
         self._network, self._dtype = network, dtype
         self._seed = 0 if seed is None else integer("seed", seed, 0)
@@ -75,19 +76,19 @@ class Drawing:
         self.origin = (f"{len(trained) - count} parameters kept, {count} "
                        "drawn") + (f" by {self._rule!r}" if count else "")
 
-    def _is_drawn(self, spec: base.Spec) -> bool:
+    def _is_drawn(self, spec: Spec) -> bool:
         if spec.kind == "other":        # a counter restarts
             return self._everything \
                 and spec.name.endswith("num_batches_tracked")
         return spec.name in self._missing \
             or self._everything and spec.kind != "unknown"
 
-    def _drawn(self) -> Iterator[tuple[int, base.Spec]]:
+    def _drawn(self) -> Iterator[tuple[int, Spec]]:
         return ((number, spec)
                 for number, spec in enumerate(self._network.specs())
                 if self._is_drawn(spec))
 
-    def _draw(self, spec: base.Spec, shape: tuple[int, ...]) -> np.ndarray:
+    def _draw(self, spec: Spec, shape: tuple[int, ...]) -> np.ndarray:
         if spec.kind == "other":
             return np.zeros(shape, spec.dtype)
         return initializers.draw_parameter(
@@ -108,9 +109,9 @@ class Drawing:
                 for number, spec in self._drawn()}
 
 
-def _options(network: base.Network, batch_norm: str, dtype: str | None,
+def _options(network: Network, batch_norm: str, dtype: str | None,
              hybridize: Any, channels_last: Any, autocast: Any,
-             several: bool) -> base.Options:
+             several: bool) -> Options:
     one_of("batch_norm", batch_norm, BATCH_NORM)
     if dtype is not None:
         one_of("dtype", dtype, _DTYPES)
@@ -125,8 +126,8 @@ def _options(network: base.Network, batch_norm: str, dtype: str | None,
             "autocast requires a float32 network; received "
             f"autocast={autocast!r} with {', '.join(others)}. Use "
             "dtype='float32', or autocast=None.")
-    return base.Options(bool(hybridize), bool(channels_last), autocast,
-                        several and batch_norm == "sync")
+    return Options(bool(hybridize), bool(channels_last), autocast,
+                   several and batch_norm == "sync")
 
 
 def _collect(size: int) -> None:
@@ -144,7 +145,7 @@ def _collect(size: int) -> None:
         give_back()
 
 
-def _span(backend: base.Backend, devices: Sequence[Device],
+def _span(backend: Backend, devices: Sequence[Device],
           options: dict[str, Any]) -> distributed.Span:
     """The position of `devices` among those of all ranks. Raises
     `mgpu.errors.ModelMismatch` unless packages and `options` agree."""

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mgpu import distributed
-from mgpu.backends import base, recording_elsewhere
+from mgpu.backends import Backend, recording_elsewhere
 from mgpu.backends.containers import Call
 from mgpu.backends.device import Device
+from mgpu.backends.network import Kwargs, Network, apart
 from mgpu.backends.scope import check_task
 from mgpu.checkpoints import weight_files
 from mgpu.collectives import allreduce_many
@@ -99,7 +100,7 @@ class ReplicaView(_OfNetwork):
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if named:
-            inputs = *inputs, base.Kwargs(named)
+            inputs = *inputs, Kwargs(named)
         return self._replicas.run_one(self._index, inputs)
 
     def __repr__(self) -> str:
@@ -145,7 +146,7 @@ class Replicas(_OfNetwork, abc.Sequence):
     backend : Backend
         The backend in use when the network was initialized.
     batch_norm : str
-    network : mgpu.backends.base.Network
+    network : mgpu.backends.network.Network
         The backend's view of `net`: its layers, for example.
     """
 
@@ -157,7 +158,7 @@ class Replicas(_OfNetwork, abc.Sequence):
         "grad_reqs", "index", "joined", "joint", "moved", "moved_by_rank",
         "network", "reporting", "run_one", "skip_pass", "span")
 
-    def __init__(self, network: base.Network, backend: base.Backend,
+    def __init__(self, network: Network, backend: Backend,
                  devices: list[Device], batch_norm: str,
                  draw: Callable[[], Mapping[str, np.ndarray]], origin: str,
                  span: distributed.Span) -> None:
@@ -560,7 +561,7 @@ class Replicas(_OfNetwork, abc.Sequence):
         first = next(iter(rows))
         self.complete_values(rows[first], self.devices[first])
         self._begin(list(rows))
-        calls = {i: base.apart(row) for i, row in rows.items()}
+        calls = {i: apart(row) for i, row in rows.items()}
         joining = self._joining(calls, labels, batch_axis)
         run = partial(self.network.run, calls, joining.batch())
         return (self._run_synchronized(list(calls), run) if self._syncs()

@@ -2,12 +2,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mgpu.backends import base, messages
+from mgpu.backends import Backend, messages
 from mgpu.backends.device import Device
+from mgpu.backends.network import Kwargs
 from mgpu.data.nested import arrays_in, as_inputs, is_empty, leaves, shapes_of
 
 
-def check_column(column: Any, k: int, backend: base.Backend, place: str = ""
+def check_column(column: Any, k: int, backend: Backend, place: str = ""
                  ) -> None:
     """Raise unless `column` is a list of `k` shards. `place`: where the
     column is, for the message."""
@@ -26,8 +27,8 @@ def check_column(column: Any, k: int, backend: base.Backend, place: str = ""
             "device.")
 
 
-def by_device(named: Mapping[str, Any], k: int, backend: base.Backend
-              ) -> list[base.Kwargs]:
+def by_device(named: Mapping[str, Any], k: int, backend: Backend
+              ) -> list[Kwargs]:
     """Transpose columns of shards by name into one column of `Kwargs`."""
     for name, column in named.items():
         check_column(column, k, backend, f" as {name}")
@@ -38,7 +39,7 @@ def by_device(named: Mapping[str, Any], k: int, backend: base.Backend
                 f"for each name; received {name}={column!r}, which "
                 "may be one option for all. Put it into each shard: "
                 f"(shard, mgpu.Kwargs({name}=...)).")
-    return [base.Kwargs(zip(named, row, strict=True))
+    return [Kwargs(zip(named, row, strict=True))
             for row in zip(*named.values(), strict=True)]
 
 
@@ -51,7 +52,7 @@ def are_empty(columns: Sequence[Any], k: int) -> bool:
 
 
 def check_native(inputs: tuple[Any, ...], i: int, device: Device,
-                 backend: base.Backend) -> None:
+                 backend: Backend) -> None:
     """Raise for inputs of replica `i` that hold no array of this backend. The
     backend checks on which devices arrays are."""
     found = arrays_in(inputs)
